@@ -98,18 +98,13 @@ def operands(shape: Shape) -> tuple[Any, Any, Any]:
 
 def program(shape: Shape, part: str, plain: bool = False) -> Callable[..., Any]:
     """A new function of both operands and a cotangent."""
-    params = (
-        ("dimension_numbers", shape.dims),
-        ("out_sharding", None),
-        ("precision", None),
-    )
+    numbers = {"dimension_numbers": shape.dims, "out_sharding": None, "precision": None}
+    spec = contraction.spec_of(lax.dot_general_p, numbers, LOW, LOW)
 
     def product(lhs: Any, rhs: Any) -> Any:
         if plain:
             return lax.dot_general(lhs, rhs, shape.dims)
-        return contraction.contraction_p.bind(
-            lhs, rhs, of=lax.dot_general_p, params=params, run=LOW, out=LOW
-        )
+        return contraction.contraction_p.bind(lhs, rhs, spec=spec)
 
     def run(lhs: Any, rhs: Any, ct: Any) -> Any:
         if part == "forward":

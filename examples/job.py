@@ -15,7 +15,6 @@ import numpy as np
 
 from polymp import dtypes
 from polymp.backends import processor
-from polymp.cli import doctor
 
 DTYPES = ("fp32", "bf16", "fp16")
 
@@ -89,7 +88,11 @@ def speed_of_bfloat16() -> str:
 def _instructions() -> list[str] | None:
     """The instructions for products in bfloat16; None if the system does not list them."""
     _, features = processor()
-    return None if features is None else [x for x in doctor.FAST["bfloat16"] if x in features]
+    return None if features is None else [x for x in _MULTIPLY_BFLOAT16 if x in features]
+
+
+# The CPU features, as Linux and macOS name them, that multiply bfloat16 in hardware.
+_MULTIPLY_BFLOAT16 = ("amx_bf16", "avx512_bf16", "bf16", "FEAT_BF16")
 
 
 def parser(prog: str, about: str, sizes: Sizes) -> Parser:

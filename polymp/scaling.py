@@ -334,11 +334,11 @@ class GradientReport(NamedTuple):
             key=lambda g: (g.inf + g.nan, (g.zero + g.subnormal) / max(1, g.size)),
             reverse=True,
         )
-        rows: list[tuple[str, ...]] = [("", "size", "Inf", "NaN", "zero", "subnormal")]
+        heads, rows = ("", "size", "Inf", "NaN", "zero", "subnormal"), list[tuple[str, ...]]()
         for g in by_trouble[:_SHOWN]:
             shares = (f"{n / max(1, g.size):.1%}" for n in (g.zero, g.subnormal))
             rows.append((escaped(g.name), str(g.size), str(g.inf), str(g.nan), *shares))
-        lines += text_table.aligned(rows)
+        lines += text_table.columns(heads, rows, heads[1:])
         if many > _SHOWN:
             lines.append(f"... and {many - _SHOWN} more in .gradients")
         return "\n".join(lines)

@@ -9,7 +9,7 @@ import re
 import shutil
 import textwrap
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 
 # The field's own abbreviations.
@@ -40,23 +40,27 @@ def columns(
     for those of numbers, and cells are broken between words. If that is not enough, words are
     broken, too; but a file and its line, such as "train.py:12", stay in one piece.
     """
-    rows, width = list(rows), terminal_width()
+    rows = list(rows)
     cells = [row for row in rows if not isinstance(row, str)]
-    wide = _widths(heads, cells)
-    texts = {i: " ".join(row[i] for row in cells) for i in wide if heads[i] not in right}
+    used = [i for i in range(len(heads)) if any(row[i] for row in cells)]
+    wide = {i: max(len(x) for row in [heads, *cells] for x in row[i].split("\n")) for i in used}
+    room = terminal_width() - _GAP * (len(used) - 1)
+    texts = {i: " ".join(row[i] for row in cells) for i in used if heads[i] not in right}
     for whole in (_WORD, _PLACE):
         longest = {i: max(map(len, whole.findall(text)), default=0) for i, text in texts.items()}
         # Lines after the first are indented, and those of the first column are so in any case.
         least = {i: max(_LEAST, len(heads[i]), _GAP + _GAP * (i == 0) + longest[i]) for i in texts}
-        while _total(wide) > width and (wider := [i for i in texts if wide[i] > least[i]]):
+        while sum(wide.values()) > room and (wider := [i for i in texts if wide[i] > least[i]]):
             wide[max(wider, key=wide.__getitem__)] -= 1
 
-    def lines(row: Sequence[str]) -> list[str]:
-        broken = ([x for y in row[i].split("\n") for x in folded(y, wide[i])] for i in wide)
-        parts = zip_longest(*broken, fillvalue="")
-        return [_line(part, wide.values(), [heads[i] in right for i in wide]) for part in parts]
+    def lines(row: Sequence[str]) -> Iterator[str]:
+        broken = ([x for y in row[i].split("\n") for x in folded(y, wide[i])] for i in used)
+        for line in zip_longest(*broken, fillvalue=""):
+            parts = zip(used, line, strict=True)
+            placed = (x.rjust(wide[i]) if heads[i] in right else x.ljust(wide[i]) for i, x in parts)
+            yield (" " * _GAP).join(placed).rstrip()
 
-    table = [*lines(heads), (" " * _GAP).join("-" * w for w in wide.values())] if wide else []
+    table = [*lines(heads), (" " * _GAP).join("-" * wide[i] for i in used)] if used else []
     for row in rows:
         table += [row] if isinstance(row, str) else lines(row)
     return table
@@ -67,33 +71,6 @@ def side_by_side(names: tuple[str, str], sides: Sequence[Mapping[str, str]]) -> 
     fields = dict.fromkeys(field for side in sides for field in side)
     rows = [(field, *(side.get(field, "") for side in sides)) for field in fields]
     return columns(("", *names), [row for row in rows if any(row[1:])])
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table as wide as its cells need, numbers in all columns but the first."""
-    wide = _widths(rows[0], rows).values()
-    return [_line(row, wide, [at > 0 for at in range(len(row))]) for row in rows]
-
-
-def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> dict[int, int]:
-    """By column, the widest line of its cells; without columns that are empty."""
-    used = [i for i in range(len(heads)) if any(row[i] for row in rows)]
-    return {i: max(len(x) for row in [heads, *rows] for x in row[i].split("\n")) for i in used}
-
-
-def _total(wide: Mapping[int, int]) -> int:
-    """The width of a table with these columns."""
-    return sum(wide.values()) + _GAP * (len(wide) - 1)
-
-
-def _line(parts: Iterable[str], wide: Iterable[int], right: Iterable[bool]) -> str:
-    placed = (p.rjust(w) if r else p.ljust(w) for p, w, r in zip(parts, wide, right, strict=True))
-    return (" " * _GAP).join(placed).rstrip()
-
-
-def heading(name: str) -> str:
-    """The line above a section of a table."""
-    return f"-- {name} ".ljust(terminal_width(), "-")
 
 
 def folded(text: str, width: int | None = None) -> list[str]:
@@ -121,12 +98,13 @@ def dtypes(inputs: Sequence[str], run: str, outputs: Sequence[str]) -> str:
     "fp32, bf16 x2 -> bf16 (in fp32)"
     """
     between = f" (in {short(run)})" if run and {run} != {*outputs} else ""
-    return f"{_counted(inputs)} -> {_counted(outputs)}{between}"
+    read, made = (counted(map(short, names)) or "none" for names in (inputs, outputs))
+    return f"{read} -> {made}{between}"
 
 
-def _counted(names: Sequence[str]) -> str:
-    counts = Counter(map(short, names))
-    return ", ".join(f"{n} x{count}" if count > 1 else n for n, count in counts.items()) or "none"
+def counted(names: Iterable[str]) -> str:
+    """Names, each once with its number: "fp32 x3, bf16"."""
+    return ", ".join(f"{n} x{count}" if count > 1 else n for n, count in Counter(names).items())
 
 
 def size(count: int) -> str:

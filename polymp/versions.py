@@ -34,13 +34,6 @@ def within(version: str, bounds: str) -> bool:
     return first <= parts(version) < end
 
 
-def supported(name: str) -> str:
-    """The supported versions of a framework, in words: "torch 2.11 to 2.15"."""
-    first, end = SUPPORTED[name].split(",")
-    major, minor = parts(end)
-    return f"{name} {first.removeprefix('>=')} to {major}.{minor - 1}"
-
-
 def require(name: str) -> Any:
     """Import a framework or the library of an adapter, before anything else imports it."""
     if importlib.util.find_spec(name) is None:

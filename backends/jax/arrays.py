@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from math import prod
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -68,20 +68,33 @@ def is_symbol(size: object) -> bool:
     return not isinstance(size, (int, np.integer))
 
 
-def apart(
-    tree: T, wanted: Callable[[object], bool]
-) -> tuple[list[Any], Callable[[Iterable[object]], T]]:
-    """Some leaves of a tree, and what makes the tree with others in their places."""
-    leaves, structure = jax.tree.flatten(tree)
-    places = list(map(wanted, leaves))
+# Stands for a leaf that was taken out of a tree.
+_TAKEN: object = object()
 
-    def together(others: Iterable[object]) -> T:
+
+class Rest(NamedTuple, Generic[T]):
+    """A tree without some of its leaves; a call puts others in their places."""
+
+    structure: jax.tree_util.PyTreeDef
+    leaves: tuple[object, ...]  # with a mark in the places of those
+
+    def __call__(self, others: Iterable[object]) -> T:
         left = iter(others)
-        pairs = zip(leaves, places, strict=True)
-        whole: T = jax.tree.unflatten(structure, [next(left) if at else x for x, at in pairs])
+        leaves = [next(left) if leaf is _TAKEN else leaf for leaf in self.leaves]
+        whole: T = jax.tree.unflatten(self.structure, leaves)
         return whole
 
-    return [x for x, at in zip(leaves, places, strict=True) if at], together
+
+def apart(tree: T, wanted: Callable[[object], bool]) -> tuple[list[Any], Rest[T]]:
+    """Some leaves of a tree, and what makes the tree with others in their places."""
+    leaves, structure = jax.tree.flatten(tree)
+    taken, rest = list[Any](), list[object]()
+    for leaf in leaves:
+        if wanted(leaf):
+            taken.append(leaf)
+            leaf = _TAKEN
+        rest.append(leaf)
+    return taken, Rest(structure, tuple(rest))
 
 
 class AsyncCopy:

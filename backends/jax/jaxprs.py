@@ -3,17 +3,21 @@
     inside(eqn)         the programs that an equation holds, each with what it takes and hands on
     interpreted(...)    a program, equation by equation, with values of any kind
     Walk                the same with facts about values, through everything inside
+    source(...)         the user's line that an equation was written in
 
 Facts about JAX's primitives; nothing here knows of dtypes.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import reduce
+from functools import cache, reduce
+from pathlib import Path
+from types import CodeType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 from jax.extend.core import Literal
 
+from polymp import code_origin
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_inexact
 from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
@@ -131,6 +135,32 @@ def with_programs(eqn: Equation, programs: Sequence[ClosedProgram]) -> jax.core.
         return {"branches": tuple(programs)}
     keys = ("body_jaxpr", "cond_jaxpr") if eqn.primitive.name == "while" else ("jaxpr",)
     return dict(zip(keys, programs, strict=True))
+
+
+# Whose lines say nothing of the user's program.
+LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")
+
+
+@cache
+def source(traceback: object) -> str:
+    """File and line of the innermost code that is not a library's: "train.py:12"; "" if none."""
+    for code, offset in zip(*compat.frames(traceback), strict=True):
+        if not code_origin.is_library(code.co_filename, *LIBRARIES):
+            return f"{Path(code.co_filename).name}:{_line(code, offset)}"
+    return ""
+
+
+@cache
+def _line(code: CodeType, offset: int) -> int:
+    for start, end, line in code.co_lines():
+        if start <= offset < end and line is not None:
+            return line
+    return code.co_firstlineno
+
+
+def where_written(eqn: Equation) -> str:
+    """The user's line of an equation, or else words for it."""
+    return source(eqn.source_info.traceback) or "an unknown line"
 
 
 def interpreted(

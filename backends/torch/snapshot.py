@@ -15,12 +15,10 @@ import random
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 
 from polymp import code_origin
@@ -254,16 +252,6 @@ def _of_function(function: types.FunctionType) -> list[object]:
         *(function.__defaults__ or ()),
         *(function.__kwdefaults__ or {}).values(),
     ]
-
-
-@contextmanager
-def stepping(look: Callable[[torch.optim.Optimizer], None]) -> Iterator[None]:
-    """Show `look` every optimizer that is about to step, in a `with` block."""
-    hook = register_optimizer_step_pre_hook(lambda optimizer, *_: look(optimizer))
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 class AsyncCopy:

@@ -41,19 +41,15 @@ def look(here: Here) -> dict[str, Any]:
     if said.returncode not in (0, 1):  # 1: something is wrong, and stands in what it says
         raise RuntimeError(f"polymp doctor: {said.stderr.strip()[-300:]}")
     doctor = json.loads(said.stdout)
-    advice = [
-        {
-            "framework": d["framework"],
-            "device": d["name"],
-            "use": d["use"] or "float32",
-            "why": d["why"],
-        }
-        for d in doctor["devices"]
+    devices = [
+        {"framework": f["name"], "device": device}
+        for f in doctor["frameworks"]
+        for device in f["devices"]
     ]
     return {
         "machine": machine(*PACKAGES, device=here.device),
         "doctor": doctor,
-        "lists": {"The machine": rows, "What polymp doctor advises": advice},
+        "lists": {"The machine": rows, "What polymp doctor sees": devices},
         "missing": dict(enumerate(doctor["problems"])),
     }
 

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import polymp
-from polymp import backends, dtypes, text_table
+from polymp import backends, text_table
 from polymp.cli import check, doctor, policies, records
 from polymp.errors import BackendMissingError, PolicyError, UsageError, escaped
-from polymp.rules.row import LOW
 
 Data = dict[str, Any]
 
@@ -70,19 +69,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sys.stdout.write("\n".join(lines) + "\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # a reader such as `head` has seen enough
-        _silence_stdout()
     except (OSError, UnicodeError) as error:
-        print(f"polymp: cannot write to standard output: {error}", file=sys.stderr)
         _silence_stdout()
-        return 2
+        if not isinstance(error, BrokenPipeError):  # a reader such as `head` has seen enough
+            print(f"polymp: cannot write to standard output: {error}", file=sys.stderr)
+            return 2
     return int(not data.get("ok", data.get("same", data.get("explained", True))))
 
 
 def _drawn(args: argparse.Namespace, data: Data) -> list[str]:
     """Lines no wider than the terminal; lists are lines of tables already."""
     lines = list[str]()
-    for part in args.draw(data, args):
+    for part in args.draw(data):
         lines += part if isinstance(part, list) else text_table.folded(part)
     return list(map(escaped, lines))  # names cannot give orders to a terminal
 
@@ -109,26 +107,23 @@ def _parser() -> argparse.ArgumentParser:
         name: str,
         text: str,
         collect: Callable[[argparse.Namespace], Data],
-        draw: Callable[[Data, argparse.Namespace], Iterable[str | list[str]]],
-        aliases: Sequence[str] = (),
+        draw: Callable[[Data], Iterable[str | list[str]]] | None,
     ) -> argparse.ArgumentParser:
         sentence = _wrapped(text[0].upper() + text[1:] + ".")
-        added = commands.add_parser(name, help=text, description=sentence, aliases=aliases, **end)
+        added = commands.add_parser(name, help=text, description=sentence, **end)
         added.add_argument("--json", action="store_true", help="print JSON")
         added.set_defaults(collect=collect, draw=draw)
         return added
 
     named = "the name of a shipped policy, or the path of a .toml file"
     text = "list the shipped policies"
-    command("policies", text, policies.listed, policies.draw_list, aliases=["list"])
+    command("policies", text, policies.listed, policies.draw_list)
 
     text = "show the rule of every op under a policy"
     show = command("show", text, policies.shown, policies.draw_rules)
     show.add_argument("policy", help=named)
     text = "only this op, class (class:NAME) or spelling (aten:NAME)"
     show.add_argument("--op", default="", help=text)
-    text = "only in regions of this dtype: float16 (fp16) or bfloat16 (bf16)"
-    show.add_argument("--dtype", type=_region_dtype, metavar="DTYPE", help=text)
     text = "in the module at this path, as blocks.0.attn"
     show.add_argument("--scope", default="", metavar="PATH", help=text)
 
@@ -137,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("policies", nargs=2, metavar="POLICY", help=named)
 
     text = "compare two records of runs, and find the first call that rounding cannot explain"
-    runs = command("compare", text, records.compared, records.draw)
+    runs = command("compare", text, records.compared, None)  # it sets its own
     text = "a file that polymp.torch.record or polymp.jax.record wrote"
     runs.add_argument("one", metavar="A", help=text)
     runs.add_argument("other", metavar="B", help=f"another: {text}")
@@ -158,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "check for this one; if left out, both"
     asked.add_argument("--backend", choices=backends.NAMES, help=text)
 
-    text = "report the versions, devices and fast dtypes of this machine, and the dtype to use"
+    text = "report the versions and devices of this machine"
     examine = command("doctor", text, doctor.examined, doctor.draw)
     text = "time the model that the function returns with example inputs, in each dtype"
     examine.add_argument("--model", metavar="MODULE:FUNCTION", help=text)
@@ -168,10 +163,3 @@ def _parser() -> argparse.ArgumentParser:
 def _wrapped(text: str) -> str:
     """A text in lines of a help, which argparse leaves as they are."""
     return textwrap.fill(text, 80)
-
-
-def _region_dtype(given: str) -> str:
-    try:
-        return dtypes.name(given, LOW)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None

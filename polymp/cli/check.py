@@ -62,7 +62,7 @@ def _refusals(backend: str, policy: Policy) -> Mapping[Row, str]:
     return nowhere | dict(in_torch(policy))
 
 
-def draw(data: Data, args: argparse.Namespace) -> Iterator[str]:
+def draw(data: Data) -> Iterator[str]:
     """A line for the policy and each backend; errors go to standard error."""
     if not data["rows"] and data["errors"]:
         yield f"{data['policy']}: wrong, so that no row was checked"

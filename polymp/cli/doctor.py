@@ -1,7 +1,7 @@
-"""`polymp doctor`: the versions, devices and fast dtypes of this machine, and times of a model.
+"""`polymp doctor`: the versions and devices of this machine, and the times of a model.
 
-    gather() -> frameworks and devices -> examined: plain data -> draw(data)
-    --model: model, inputs -> rounds that run a step in each dtype -> dtype to use
+    gather() -> frameworks with their devices -> examined: plain data -> draw(data)
+    --model: model, inputs -> rounds that run a step in each dtype -> medians
 
 Only `gather` and `timed` import torch and jax.
 """
@@ -22,32 +22,18 @@ from typing import Any
 
 import polymp
 from polymp import backends, text_table, versions
-from polymp.backends import processor
 from polymp.errors import UsageError
 
 Data = dict[str, Any]
 Step = Callable[[str], object]  # runs a step in a dtype and waits until it has finished
 
-# The CPU features, as Linux and macOS name them, that multiply a dtype in hardware. avx512_fp16 is
-# not among them: products that add up in float32, as torch's and XLA's do, gain nothing from it.
-FAST: Mapping[str, tuple[str, ...]] = {
-    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "FEAT_BF16"),
-    "float16": ("amx_fp16", "asimdhp", "FEAT_FP16"),
-}
-_ADVICE = {  # by what is fast: the dtype to use, "" for none, and the reason
-    "bfloat16": ("bfloat16", "fast here, with float32's range: no gradient scaler"),
-    "float16": ("float16", "fast here, and bfloat16 is not; ends at 65504: use a GradScaler"),
-    "unknown": ("bfloat16", "speed unknown; it has float32's range: no gradient scaler"),
-    "": ("", "no low dtype is fast here: stay in float32, or use bfloat16 to save memory"),
-}
-
 
 def examined(args: argparse.Namespace) -> Data:
-    """Versions, devices, advice, problems and notes; `ok` without problems; a model's times."""
+    """Versions, devices, problems and notes; `ok` without problems; a model's times."""
     # Else jax takes most of a GPU's memory when it is imported.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     step: Data = {"step": timed(args.model)} if args.model else {}
-    frameworks, devices, nvidia = gather()
+    frameworks, nvidia = gather()
     problems, notes = list[str](), list[str]()
     if not any(f["version"] or f["problem"] for f in frameworks):
         problems.append(
@@ -55,12 +41,12 @@ def examined(args: argparse.Namespace) -> Data:
         )
     for f in frameworks:
         name, version = f["name"], f["version"]
-        f["supported"] = versions.supported(name)
-        if version and not versions.within(version, versions.SUPPORTED[name]):
-            problems.append(f"{name} {version} is not supported: install {f['supported']}.")
+        f["supported"] = bounds = versions.SUPPORTED[name]
+        if version and not versions.within(version, bounds):
+            problems.append(f"{name} {version} is not supported: pip install '{name}{bounds}'.")
         if f["problem"]:
             problems.append(f"{name} {version} does not work: {f['problem']}")
-        if version and nvidia and {d["kind"] for d in devices if d["framework"] == name} <= {"cpu"}:
+        if version and nvidia and {*f["devices"]} <= {"cpu"}:
             notes.append(
                 f"an NVIDIA driver is loaded, but {name} sees no GPU: is it a build for CPUs?"
             )
@@ -69,7 +55,6 @@ def examined(args: argparse.Namespace) -> Data:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
         "frameworks": frameworks,
-        "devices": devices,
         "problems": problems,
         "notes": notes,
         "ok": not problems,
@@ -77,79 +62,38 @@ def examined(args: argparse.Namespace) -> Data:
     }
 
 
-def device(framework: str, kind: str, name: str, fast: Mapping[str, bool] | None = None) -> Data:
-    """A device: the dtypes that it multiplies faster than float32, None if unknown, and advice."""
-    use, why = _ADVICE["unknown" if fast is None else next(filter(fast.get, FAST), "")]
-    facts = {"framework": framework, "kind": kind, "name": name}
-    return {**facts, **(fast or dict.fromkeys(FAST)), "use": use, "why": why}
-
-
-def cpu(framework: str, name: str, features: frozenset[str] | None) -> Data:
-    """A CPU, by the features that it reports; None if the system does not list them."""
-    if features is None:
-        return device(framework, "cpu", name)
-    fast = {dtype: not features.isdisjoint(names) for dtype, names in FAST.items()}
-    return device(framework, "cpu", name, fast)
-
-
-def gpu(framework: str, name: str, capability: tuple[int, ...]) -> Data:
-    """An NVIDIA GPU, by its compute capability.
-
-    Source:
-        CUDA C++ Programming Guide, "Compute capabilities": tensor cores have float16 since 7.0 and
-        bfloat16 since 8.0.
-    """
-    fast = {"bfloat16": capability >= (8, 0), "float16": capability >= (7, 0)}
-    return device(framework, "cuda", name, fast)
-
-
-def gather() -> tuple[list[Data], list[Data], bool]:
-    """torch and jax, installed or not; their devices; True if an NVIDIA driver is loaded."""
-    frameworks, devices = list[Data](), list[Data]()
-    for name, ask in (("torch", _ask_torch), ("jax", _ask_jax)):
-        found = {"name": name, "version": "", "problem": ""}
+def gather() -> tuple[list[Data], bool]:
+    """torch and jax, installed or not, with their devices; True if an NVIDIA driver is loaded."""
+    frameworks = list[Data]()
+    for name, devices in (("torch", _torch_devices), ("jax", _jax_devices)):
+        found: Data = {"name": name, "version": "", "devices": [], "problem": ""}
         if name in backends.installed():
             try:
                 found["version"] = metadata.version(name)
                 backends.get(name)
-                devices += ask()
+                found["devices"] = devices()
             except Exception as error:  # any error of a framework is a finding
-                found["problem"] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                found["problem"] = _error_line(error)
         frameworks.append(found)
-    return frameworks, devices, Path("/proc/driver/nvidia/version").exists()
+    return frameworks, Path("/proc/driver/nvidia/version").exists()
 
 
-def _ask_torch() -> Iterator[Data]:
+def _torch_devices() -> list[str]:
     import torch
 
-    yield cpu("torch", *processor())
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
-        return
-    for at in range(torch.accelerator.device_count()):
-        if accelerator.type != "cuda":
-            yield device("torch", accelerator.type, f"device {at}")
-        elif torch.version.hip:
-            yield device("torch", "cuda", torch.cuda.get_device_name(at))
-        else:
-            capability = torch.cuda.get_device_capability(at)
-            yield gpu("torch", torch.cuda.get_device_name(at), capability)
+        return ["cpu"]
+    count = torch.accelerator.device_count()
+    if accelerator.type == "cuda":
+        return ["cpu", *map(torch.cuda.get_device_name, range(count))]
+    return ["cpu", *[accelerator.type] * count]
 
 
-def _ask_jax() -> Iterator[Data]:
+def _jax_devices() -> list[str]:
     import jax
 
-    for each in jax.devices():
-        kind, name = each.platform, each.device_kind
-        capability = str(getattr(each, "compute_capability", ""))
-        if kind == "cpu":
-            yield cpu("jax", *processor())
-        elif kind == "tpu":
-            yield device("jax", kind, name, {"bfloat16": True, "float16": False})
-        elif re.fullmatch(r"\d+\.\d+", capability):
-            yield gpu("jax", name, tuple(map(int, capability.split("."))))
-        else:
-            yield device("jax", kind, name)
+    return [device.device_kind for device in jax.devices()]
 
 
 # --- `--model`: the times of its step in float32, bfloat16 and float16 ----------------------------
@@ -249,15 +193,13 @@ def _jax_step(function: Any, inputs: tuple[Any, ...]) -> tuple[Step, str, str]:
 
 def advised(ratios: Mapping[str, float]) -> tuple[str, str]:
     """The dtype to use, by the times of all as multiples of float32's, and the reason."""
-    low = {dtype: ratio for dtype, ratio in ratios.items() if dtype != FLOAT32}
-    times = ", ".join(f"{dtype} {ratio:.2f}" for dtype, ratio in low.items())
-    fast = {dtype: ratio for dtype, ratio in low.items() if ratio <= GAIN}
+    fast = {dtype: ratio for dtype, ratio in ratios.items() if ratio <= GAIN}
     if not fast:
-        return FLOAT32, f"no low dtype gains, as multiples of float32's time: {times or 'none ran'}"
+        return FLOAT32, "no low dtype takes less time"
     bfloat16 = fast.get(BFLOAT16)
     if bfloat16 is None or fast.get(FLOAT16, bfloat16) < WORTH_A_SCALER * bfloat16:
-        return FLOAT16, f"{times} of float32's time; it needs a GradScaler in training"
-    return BFLOAT16, f"{times} of float32's time; it needs no GradScaler"
+        return FLOAT16, "it needs a GradScaler in training"
+    return BFLOAT16, "it needs no GradScaler"
 
 
 def _example(text: str) -> tuple[Any, tuple[Any, ...]]:
@@ -300,33 +242,20 @@ def _error_line(error: BaseException) -> str:
 # --- What is drawn --------------------------------------------------------------------------------
 
 
-def draw(data: Data, args: argparse.Namespace) -> Iterator[str | list[str]]:
-    """The facts or the times of a model, then notes and problems."""
+def draw(data: Data) -> Iterator[str | list[str]]:
+    """Versions and devices, the times of a model, then notes and problems."""
     yield f"polymp {data['polymp']}, Python {data['python']}, {data['system']}"
+    for f in data["frameworks"]:
+        devices = f": {text_table.counted(f['devices'])}" if f["devices"] else ""
+        yield f"{f['name']} {f['version'] or 'is not installed'}{devices}"
     yield ""
-    if "step" in data:  # the advice then rests on it, not on the hardware's features
+    if "step" in data:
         yield from _draw_times(data["step"])
-    else:
-        yield from _draw_facts(data)
-    yield ""
+        yield ""
     yield from (f"note: {text}" for text in data["notes"])
     yield from (f"problem: {text}" for text in data["problems"])
     if data["ok"]:
         yield "nothing is wrong"
-
-
-def _draw_facts(data: Data) -> Iterator[str | list[str]]:
-    rows = [
-        (f["name"], f["version"] or "not installed", f["supported"]) for f in data["frameworks"]
-    ]
-    yield text_table.columns(("framework", "version", "supported"), rows)
-    devices = []
-    for d in data["devices"]:
-        low = "unknown" if d["bfloat16"] is None else " and ".join(filter(d.get, FAST)) or "none"
-        name, use = f"{d['framework']} {d['kind']}\n{d['name']}", d["use"] or "float32"
-        devices.append((name, low, f"{use}\n{d['why']}"))
-    if devices:
-        yield ["", *text_table.columns(("device", "fast dtypes", "use"), devices)]
 
 
 def _draw_times(data: Data) -> Iterator[str | list[str]]:

@@ -46,57 +46,49 @@ def _answer(row: Row | None, policy: Policy) -> dict[str, str]:
 
 def shown(args: argparse.Namespace) -> Data:
     """The rule of every op, or of those asked for, under a policy, for `polymp show`."""
-    policy = policy_files.load(args.policy)
-    ops = _selected(args.op, policy)
+    policy, words = policy_files.load(args.policy), vocabulary()
+    if args.op:
+        words.check(args.op, "--op")
     if args.scope:
         scopes.check(args.scope, "--scope")
-    dtypes = [args.dtype] if args.dtype else list(LOW)
-    data: Data = {"policy": policy.name, "scope": args.scope, "dtypes": dtypes}
-    if args.op and not args.op.startswith("class:"):
-        return data | _one(policy, args.op, args.scope, dtypes)
+    data: Data = {"policy": policy.name, "scope": args.scope, "dtypes": list(LOW)}
+    only = args.op.removeprefix("class:")
+    if args.op and args.op == only:
+        return data | _one(policy, args.op, args.scope)
     entries = [
-        {"op": op.name, "class": op.kind} | _ruled(policy, op.name, args.scope, dtypes)
-        for op in ops
+        {"op": op.name, "class": kind} | _ruled(policy, op.name, args.scope)
+        for kind in sorted(words.kinds)
+        for op in words.members(kind)
+        if only in ("", kind)
     ]
     waiting = [] if args.scope else list(policy.scopes)
     return data | {"halves": policy.halves, "scopes": waiting, "ops": entries}
 
 
-def _selected(selector: str, policy: Policy) -> list[Op]:
-    """Return the ops that `--op` asks for, by class and name; all of them for ""."""
-    words = vocabulary()
-    kind = selector.removeprefix("class:") if selector.startswith("class:") else ""
-    if selector and selector != "default":
-        words.check(selector, "--op")
-    if selector and not kind:
-        op = words.op_of(selector)
-        if op is None and (selector == "default" or all(r.of != selector for r in policy.rows)):
-            raise UsageError(
-                f"--op: neither the vocabulary nor policy {policy.name!r} has {selector!r}. "
-                "Write an op, class:NAME, or a spelling as `polymp show POLICY --op OP` lists them."
-            )
-        return [op] if op else []
-    return [op for k in sorted(words.kinds) if kind in ("", k) for op in words.members(k)]
-
-
-def _ruled(policy: Policy, op: str, scope: str, dtypes: Sequence[str]) -> Data:
-    whys = {low: policy.why(op, low, scope) for low in dtypes}
-    return {
-        "rules": {low: why.rule for low, why in whys.items()},
-        "rows": {low: why.row for low, why in whys.items()},
-    }
-
-
-def _one(policy: Policy, selector: str, scope: str, dtypes: Sequence[str]) -> Data:
-    op = vocabulary().op_of(selector) or Op(selector, "")
+def _one(policy: Policy, selector: str, scope: str) -> Data:
+    op = vocabulary().op_of(selector)
+    if op is None and (selector == "default" or all(r.of != selector for r in policy.rows)):
+        raise UsageError(
+            f"--op: neither the vocabulary nor policy {policy.name!r} has {selector!r}. "
+            "Write an op, class:NAME, or a spelling as `polymp show POLICY --op OP` lists them."
+        )
+    op = op or Op(selector, "")
     return {
         "op": selector,
         "class": op.kind,
         "about": vocabulary().kinds.get(op.kind, "Not in the vocabulary."),
-        **_ruled(policy, selector, scope, dtypes),
-        "why": {low: str(policy.why(selector, low, scope)) for low in dtypes},
+        **_ruled(policy, selector, scope),
+        "why": {low: str(policy.why(selector, low, scope)) for low in LOW},
         **{side: list(getattr(op, side)) for side in ("aten", "jax", "functions", "traces")},
         "note": op.note,
+    }
+
+
+def _ruled(policy: Policy, op: str, scope: str) -> Data:
+    whys = {low: policy.why(op, low, scope) for low in LOW}
+    return {
+        "rules": {low: why.rule for low, why in whys.items()},
+        "rows": {low: why.row for low, why in whys.items()},
     }
 
 
@@ -139,13 +131,13 @@ def path_inside(pattern: str) -> str:
 # What is drawn.
 
 
-def draw_list(data: Data, args: argparse.Namespace) -> Lines:
+def draw_list(data: Data) -> Lines:
     """A row for each policy."""
     rows = [(p["name"], str(p["rows"]), p["extends"] or "", p["summary"]) for p in data["policies"]]
     yield text_table.columns(("name", "rows", "extends", "summary"), rows, ("rows",))
 
 
-def draw_rules(data: Data, args: argparse.Namespace) -> Lines:
+def draw_rules(data: Data) -> Lines:
     """The rules of all ops, or of one op."""
     at = f" in {data['scope']}" if data["scope"] else ""
     title = f"policy {data['policy']}{at}, {' and '.join(data['dtypes'])}"
@@ -162,7 +154,7 @@ def _draw_ops(data: Data, title: str) -> Lines:
         if entry["class"] != kind:
             kind = entry["class"]
             rows.append(f"class:{kind}")
-        sources = {low: _by(row, entry["op"]) for low, row in entry["rows"].items()}
+        sources = {low: by(row, entry["op"]) for low, row in entry["rows"].items()}
         rows.append((f"  {entry['op']}", _merged(entry["rules"]), _merged(sources)))
     without = sum(map(len, silent.values()))
     yield f"{title}: {len(data['ops']) - without} of {len(data['ops'])} ops have a row"
@@ -194,7 +186,7 @@ def _draw_op(data: Data, title: str) -> Lines:
     yield ["", *text_table.columns(("", ""), rows)[2:]]
 
 
-def draw_differences(data: Data, args: argparse.Namespace) -> Lines:
+def draw_differences(data: Data) -> Lines:
     """A row for each op that differs, or for many that differ alike."""
     one, other = data["policies"]
     if data["same"]:
@@ -203,8 +195,8 @@ def draw_differences(data: Data, args: argparse.Namespace) -> Lines:
     lines: dict[tuple[str, ...], list[str]] = {}
     for entry in data["differences"]:
         rules, rows = entry["rules"], entry["rows"]
-        left = _rule(rules[0], rules[1]), _by(rows[0], entry["op"], one)
-        right = _rule(rules[1], rules[0]), _by(rows[1], entry["op"], other)
+        left = _rule(rules[0], rules[1]), by(rows[0], entry["op"], one)
+        right = _rule(rules[1], rules[0]), by(rows[1], entry["op"], other)
         sides = (", ".join(filter(None, side)) for side in (left, right))
         lines.setdefault((*sides, entry["scope"], entry["op"]), []).append(entry["dtype"])
     alike: dict[tuple[str, ...], list[str]] = {}  # ops, by all in which they agree
@@ -218,11 +210,6 @@ def draw_differences(data: Data, args: argparse.Namespace) -> Lines:
     if any("(widen)" in cell for row in table for cell in row):
         yield ""
         yield ("widest where float16 meets bfloat16: (widen) runs in float32, (raise) is an error")
-
-
-def _by(row: Row | None, op: str, known: str = "") -> str:
-    """The op, class or spelling that a row is for and its source, as far as they are not known."""
-    return by(row, op, known) if row else "no row"
 
 
 def _rule(answer: Data, other: Data) -> str:

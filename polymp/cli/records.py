@@ -1,7 +1,6 @@
 """`polymp compare`: two records of runs, and what of their difference rounding does not explain."""
 
 import argparse
-from collections.abc import Iterator
 from typing import Any
 
 from polymp.errors import UsageError
@@ -26,13 +25,8 @@ def compared(args: argparse.Namespace) -> Data:
         raise UsageError(str(error)) from None
     except OSError as error:
         raise UsageError(f"--html: cannot write {args.html!r}: {error.strerror}.") from None
-    args.lines = found.table().split("\n")  # which `found` makes of more than its data
+    args.draw = lambda data: [str(found).split("\n")]  # made of more than its data
     return found.to_dict()
-
-
-def draw(data: Data, args: argparse.Namespace) -> Iterator[list[str]]:
-    """The text of the comparison."""
-    yield args.lines
 
 
 def renamed(given: str) -> tuple[str, str]:

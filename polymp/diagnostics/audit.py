@@ -14,9 +14,10 @@ from dataclasses import dataclass, field, replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
-from polymp.diagnostics.blame import CAST, CONSTANT, DIVIDING, OF_ONE, UPDATE, lost_constants
+from polymp.diagnostics.bad_step import remedy_of
+from polymp.diagnostics.blame import CAST, DIVIDING, OF_ONE, lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
-from polymp.diagnostics.magnitudes import NARROW, Magnitudes, joined
+from polymp.diagnostics.magnitudes import NARROW, joined
 from polymp.diagnostics.page import Shown
 from polymp.diagnostics.tables import Cell, Column, Table, TableKind
 from polymp.dtypes import FORMATS
@@ -146,8 +147,8 @@ class Audit(Shown):
             lines += _scales(self)
         return [*lines, *([_LEGEND] if self.results or self.gradients else [])]
 
-    def _table(self, fold: bool = True) -> Table:
-        return _MEASURED.table([*self.results, *self.gradients], _COLUMNS, _cells, fold)
+    def _table(self) -> Table:
+        return _MEASURED.table([*self.results, *self.gradients], _COLUMNS, _cells)
 
     def __repr__(self) -> str:
         rows = f"{len(self.results)} results, {len(self.gradients)} gradients"
@@ -172,13 +173,11 @@ _SECTIONS = {
 
 _CHANGED = "percent of values that this dtype would make Inf, zero or subnormal"
 
-_NUMBERS = ("largest |x|", "over", "under", "sub")
-
 _COLUMNS = (
     Column("op"),
     Column("direction", on_page=True),
     Column("dtype", on_page=True),
-    *(Column(name, True) for name in _NUMBERS),
+    *(Column(name, True) for name in ("largest |x|", "over", "under", "sub")),
     *(Column(f"in {text_table.short(name)}", True, _CHANGED, on_page=True) for name in _OTHERS),
     Column("here"),
 )
@@ -223,7 +222,7 @@ def _cells(measured: Measured) -> list[Cell | str]:
         measured.direction,
         text_table.short(measured.run),
         Cell(f"{m.largest:.2g}", m.largest),
-        *(Cell(_percent(share), share) for share in (*first, *map(sum, others))),
+        *(Cell(text_table.share(x).removesuffix(" %"), x) for x in (*first, *map(sum, others))),
         ", ".join(_here(measured)),
     ]
 
@@ -239,10 +238,6 @@ def _here(measured: Measured) -> Iterator[str]:
     if measured.numbers:
         run = text_table.short(measured.run)
         yield lost_constants(measured.numbers, measured.run).replace(measured.run, run)
-
-
-def _percent(part: float) -> str:
-    return text_table.share(part).removesuffix(" %")
 
 
 def _is_gradient(measured: Measured) -> bool:
@@ -261,11 +256,9 @@ def _alike_measured(measured: Measured) -> Hashable:
     m = measured.magnitudes
     broken = m.inf, m.nan, m.burst > 0, m.vanished > MANY
     module = measured.module.rpartition(".")[2] if _is_gradient(measured) else ""
-    same = measured._replace(module=module, magnitudes=_NOTHING)
-    return same, *broken
+    same = measured._replace(module=module)[:8]
+    return *same, measured.numbers, *broken
 
-
-_NOTHING = Magnitudes(0, 0, (), 0.0)
 
 _MEASURED: TableKind[Measured] = TableKind(_section_of, _alike_measured, together, _SECTIONS)
 
@@ -287,9 +280,6 @@ ALIKE = 3
 FIRST_SCALE = 2.0**16
 _TOP = FORMATS[_FIRST].max
 
-# What a dtype makes of values besides Inf, as kinds of faults.
-_LOST = ("underflow", "number", "saturation")
-
 # Classes of ops after which it does not matter how large a number was.
 _BOUNDED = ("softmax", "normalisation", "loss")
 
@@ -305,7 +295,6 @@ class Suggestion:
     dtype: str | None = None  # "bfloat16" where no row makes float16 work, else None
     init_scale: float | None = None  # the loss scale to start with, None if that in use will do
     reasons: tuple[str, ...] = ()  # sentences; there may be some where nothing has to change
-    remedy: str = ""  # what else to change, which the reasons tell: an optimizer's eps
 
     def __bool__(self) -> bool:
         return bool(self.rules or self.scopes or self.dtype or self.init_scale)
@@ -331,7 +320,7 @@ class Suggestion:
     def __str__(self) -> str:
         """Rows to be pasted into a policy's file; all else is comments there."""
         lines = [f"# {escaped(' '.join(reason.split()))}" for reason in self.reasons]
-        if not self and not self.remedy:
+        if not self:
             what = "No row, dtype or loss scale" if self.reasons else "Nothing"
             lines.append(f"# {what} to change.")
         if self.dtype:
@@ -349,12 +338,11 @@ class Suggestion:
 
 def _suggested(audit: Audit, policy: Policy) -> Suggestion:
     fault = audit.fault
-    if fault is not None and fault.remedy and (fault.direction == UPDATE or fault.kind == "inside"):
-        why = f"{_at(fault)}: {fault.why}. {fault.remedy}"
-        return Suggestion(reasons=(why,), remedy=fault.remedy)
-    if fault is not None and fault.kind in ("input", "index", "operation"):
-        causes = _lost_before(audit, fault) if fault.kind == "operation" else []
-        return _raised(causes, policy) if causes else Suggestion(reasons=(_look(fault),))
+    if fault is not None and (fault.remedy or fault.kind in ("input", "index", "operation")):
+        if fault.kind == "operation" and (causes := _lost_before(audit, fault)):
+            return _raised(causes, policy)
+        why = f"{_at(fault)}: {fault.why}. {remedy_of(fault)}"
+        return Suggestion(reasons=(why,))
     if why := _hopeless(audit):
         if fault is not None and fault.region == "bfloat16":
             return Suggestion(reasons=(f"{why} The program casts to float16 itself: change it.",))
@@ -395,7 +383,7 @@ def _bursts(audit: Audit) -> list[Place]:
 def _losses(audit: Audit) -> list[Place]:
     """Ops that lost most of their values or a constant; if an underflow broke the run, that one."""
     fault = audit.fault
-    if fault is not None and fault.kind in _LOST:
+    if fault is not None and fault.kind in ("underflow", "number", "saturation"):
         return [fault, *_lost_before(audit, fault)]
     return [m for m in _forward(audit) if _has_lost(m)]
 
@@ -445,22 +433,6 @@ def _lost_before(audit: Audit, fault: Fault) -> list[Place]:
     at = _place(fault, forward)
     before = forward[:at] if at < len(forward) else []
     return [m for m in before if m.module == fault.module and _has_lost(m)]
-
-
-def _look(fault: Fault) -> str:
-    at = _at(fault)
-    if fault.kind == "index":
-        return f"{at}: {fault.why}: look at the data."
-    if fault.kind == "operation":
-        if fault.why == CONSTANT:
-            return f"{at}: {fault.why}: change the program."
-        too = "" if fault.run == "bfloat16" else " in float32 too"
-        return f"{at}: {fault.found}{too}: look at its inputs. {fault.why}"
-    bad = [operand for operand in fault.inputs if operand.nan or operand.inf]
-    name = next((f" {o.name!r}" for o in bad if o.name), "")
-    what = next(("NaN" if o.nan else "Inf" for o in bad), fault.found)
-    look = "call zero_grad() before it" if ".grad" in name else "look at the data or the parameters"
-    return f"{at}: its input{name} has {what}: {look}. {fault.why}"
 
 
 def _hopeless(audit: Audit) -> str:

@@ -49,8 +49,8 @@ class Operand(NamedTuple):
     smallest: float  # the smallest magnitude that is not zero; 0 if there is none
     largest: float  # the largest finite magnitude
     zeros: float  # share of zeros, from 0 to 1
-    inf: float  # share of Inf and -Inf
-    nan: float  # share of NaN
+    inf: float  # share of Inf and -Inf; NaN if all that is known is that there are some
+    nan: float  # share of NaN; likewise
     name: str = ""  # of a parameter or an argument, if it is one; "" for what the program made
     negative: float = 0.0  # share of negative numbers
 
@@ -69,7 +69,8 @@ class Operand(NamedTuple):
     ) -> "Operand":
         """One of which the ends of its values are all that is known."""
         largest = max(map(abs, filter(math.isfinite, ends)), default=0.0)
-        inf, nan = (float(any(map(is_so, ends))) for is_so in (math.isinf, math.isnan))
+        some = 1.0 if math.prod(shape) == 1 else math.nan
+        inf, nan = (some if any(map(is_so, ends)) else 0.0 for is_so in (math.isinf, math.isnan))
         return cls(dtype, tuple(shape), 0.0, largest, 0.0, inf, nan, name)
 
     def __str__(self) -> str:
@@ -102,7 +103,7 @@ def operand_numbers(xp: Any, values: Any) -> Any:
 
 
 def _percent(share: float) -> str:
-    return "all" if share == 1 else text_table.share(share)
+    return "some" if math.isnan(share) else "all" if share == 1 else text_table.share(share)
 
 
 class Fault(NamedTuple):
@@ -117,7 +118,7 @@ class Fault(NamedTuple):
     # "saturation" (into 1), "number" (a constant of the program is zero in its dtype), "input" (an
     # argument or parameter was not finite), "index" (one is out of range, and was filled with NaN),
     # "inside" (ops in it were not looked at, as in a shard_map), or "operation" (its result is not
-    # finite in float32 either; of bfloat16 that was not tried).
+    # finite in float32 either; of bfloat16, and of what writes in place, that was not tried).
     kind: str
     run: str  # the dtype that it ran in
     row: Row | None  # of the policy, that decided; None if the policy has no row for the op

@@ -14,19 +14,18 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import HUGE, UNTRIED
+from polymp.diagnostics.blame import SLOWER, UNTRIED, UNTRIED_WIDE
 from polymp.dtypes import FORMATS
 from polymp.errors import BadStepError, CatchWarning, brief, escaped
 
 # The loss has run away if it grew by this factor within the steps that were replayed.
 RUNAWAY = 10.0
 
+# Products of numbers of this size overflow in every dtype; no weight that trains has it.
+HUGE = 1e18
+
 # After so many bad steps in a row, training does not go on.
 MANY = 3
-
-# What is found where no more can be said.
-SOMETHING = "a value is not finite"
-_ELSEWHERE = "another rank found a value that is not finite"
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -57,23 +56,10 @@ class BadStep(NamedTuple):
         """The change that may help, and whether it was tried; "" if no step could be repeated."""
         fault = self.fault
         if fault is None:
-            rate = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
-            return _grown(self.losses, None) or (rate if self.undone else "")
-        if fault.remedy:
-            return fault.remedy
-        if fault.kind == "input" and ".grad" in fault.why:
-            return "Call zero_grad() before the backward pass, which adds to what is there."
-        if fault.kind in ("input", "index"):
-            return f"Look at the data: {fault.why}."
-        if grown := _grown(self.losses, fault):
-            return grown
-        place = f" in {fault.module}" if fault.module else ""
-        if fault.kind == "number":
-            return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
-        if (fault.kind == "operation" and fault.run != "bfloat16") or fault.run == "float32":
-            return f"Change the code: {fault.op} has no finite result there in float32 either."
-        other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
-        return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
+            return _grown(self.losses, None) or (SLOWER if self.undone else "")
+        if fault.remedy or fault.kind in ("input", "index"):
+            return remedy_of(fault)
+        return _grown(self.losses, fault) or remedy_of(fault)
 
     def __str__(self) -> str:
         lines = [f"step {self.step}: {self.found}"]
@@ -88,6 +74,28 @@ class BadStep(NamedTuple):
         if self.remedy and not (self.fault is not None and self.fault.remedy):  # which has it
             lines.append(f"  {self.remedy}")
         return escaped("\n".join(lines))
+
+
+def remedy_of(fault: Fault) -> str:
+    """Return the change that helps where an op made a value that is not finite."""
+    place = f" in {fault.module}" if fault.module else ""
+    if fault.remedy:
+        return fault.remedy
+    if fault.kind == "input" and ".grad" in fault.why:
+        return "Call zero_grad() before the backward pass, which adds to what is there."
+    if fault.kind == "input":
+        return "Look at the data or the parameters."
+    if fault.kind == "index":
+        return "Look at the data."
+    if fault.kind == "number":
+        return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    tried = fault.run != "bfloat16" and not fault.why.endswith(UNTRIED_WIDE)
+    if fault.kind == "operation" and not tried:
+        return f"Look at its inputs, or give {fault.op} the rule fp32{place}.{UNTRIED}"
+    if fault.kind == "operation" or fault.run == "float32":
+        return f"Change the code: {fault.op} has no finite result there in float32 either."
+    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
+    return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:
@@ -226,14 +234,6 @@ class CaughtStep(NoBlock, Generic[P, R]):
     _copy: Any = None  # of the state, from which the calls since can be repeated
     _calls: list[Any]  # these, each with the `losses` that it had
 
-    # Of a backend.
-    _begin: Callable[[Any, Any], tuple[Any, Any]]  # copies if it is time, records; the arguments
-    _do: Callable[[Any, Any], tuple[Any, dict[int, Any], bool]]  # results, losses, whether bad
-    _bad_state: Callable[[], bool]  # whether the state after the last call is not finite
-    _repeated: Callable[[], Iterator[Repeated]]  # repeats the calls from the copy
-    _another: Callable[[int, str], str]  # the note on a step whose losses were others: which
-    _located: Callable[[Any, Any], tuple[Fault | None, str]]  # the op at which a call broke; a note
-    _other_checks: Callable[[], str]  # what is checked of a step that returns no loss
     _unrepeated: str  # the note where a bad value did not come again
     _in_place: bool  # whether the step changes its training in place, and not by its results
 
@@ -269,7 +269,10 @@ class CaughtStep(NoBlock, Generic[P, R]):
         result, losses, bad = self._do(*given)
         self._calls[-1].losses.update(losses)
         if self.step == 1 and not losses:
-            warn(f"catch: the step returns no loss, {self._other_checks()}. Return the loss.")
+            warn(
+                "catch: the step returns no loss, a float with one element, so that a bad step may "
+                f"show up to {self._every} calls later. Return the loss."
+            )
         if bad:
             result = self._without(result, self._stop())
         return result
@@ -288,6 +291,32 @@ class CaughtStep(NoBlock, Generic[P, R]):
         """
         if self._calls and self._anywhere(self._bad_state() or self._checks.now()):
             self._stop(goes_on=self._in_place)
+
+    # Of a backend, which also says what differs in the methods below these.
+
+    def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Record a call, and copy the training if it is time; return the arguments."""
+        raise NotImplementedError
+
+    def _do(self, args: Any, kwargs: Any) -> tuple[R, dict[int, Any], bool]:
+        """Do the step; return its results, its losses by place, and whether one is bad."""
+        raise NotImplementedError
+
+    def _bad_state(self) -> bool:
+        """Return whether the state after the last call is not finite."""
+        raise NotImplementedError
+
+    def _repeated(self) -> Iterator[Repeated]:
+        """Repeat the calls from the copy."""
+        raise NotImplementedError
+
+    def _another(self, step: int, losses: str) -> str:
+        """Return the note on a step that had other losses when it was repeated."""
+        raise NotImplementedError
+
+    def _located(self, call: Any, before: Any) -> tuple[Fault | None, str]:
+        """Return the op at which a call broke, and a note."""
+        raise NotImplementedError
 
     def _without(self, result: Any, before: Any) -> Any:
         """Return the results of a call, with the state before a bad step in place of its own."""
@@ -324,23 +353,19 @@ class CaughtStep(NoBlock, Generic[P, R]):
             found = bad_loss(again.losses) or again.found()
             if self._anywhere(bool(found)):
                 fault, note = self._located(call, again.before)
-                undone, found = len(self._calls) - at, found or _ELSEWHERE
+                undone, found = len(self._calls) - at, found or "another rank has a bad value"
                 return BadStep(first + at, found, fault, tuple(losses), undone, note), again.before
             losses += map(float, again.losses.values())
-        return self._no_step(losses, self._unrepeated), None
-
-    def _no_step(self, losses: Sequence[float], note: str) -> BadStep:
-        """Return the bad step of calls that could not be repeated, or gave no bad value again."""
-        return BadStep(self.step - 1, SOMETHING, None, tuple(losses), 0, note)
+        return self._by_losses(self._unrepeated), None
 
     def _by_losses(self, note: str) -> BadStep:
-        """Return the bad step by the losses of the calls: repeated, they are another training."""
+        """Return the bad step by the losses that the calls had: repeated, they are other steps."""
         losses = [call.losses for call in self._calls]
         found = [bad_loss(each) for each in losses]
         bad = next((at for at, words in enumerate(found) if words), len(found) - 1)
         before = tuple(float(loss) for each in losses[:bad] for loss in each.values())
         first = self.step - len(found)
-        return BadStep(first + bad, found[bad] or SOMETHING, None, before, 0, note)
+        return BadStep(first + bad, found[bad] or "a value is not finite", None, before, 0, note)
 
     def __get__(self, it: object, owner: type | None = None) -> Self:
         """Refuse to be called as a method."""

@@ -43,12 +43,10 @@ OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
 # Sentences on a cause.
 CONSTANT = "a constant of the program is not finite here"
 CAST = "an input of it is beyond {}'s largest number when it is cast"
+UNTRIED_WIDE = "in float32 it was not tried"
 
 # The direction of what an optimizer does, beside those of calls.
 UPDATE = "update"
-
-# Products of numbers of this size overflow in every dtype; no weight that trains has it.
-HUGE = 1e18
 
 # An op that lost more than this share of its values is the cause of a later Inf or NaN.
 _MOST = 0.5
@@ -76,7 +74,9 @@ class Node(NamedTuple):
     inputs: tuple[int, ...]  # places, in the run, of the nodes that made its inputs, all before it
     bad: str  # "Inf", "NaN" or "", of its result
     run: str  # the dtype of its result
-    burst: bool = False  # its result is Inf in float16 and finite in float32, of the same inputs
+    # Its result is Inf in float16 and, if that was tried, finite in float32, of the same inputs.
+    burst: bool = False
+    tried: bool = True  # False of an op in float16 that was not tried in float32, as one in place
     vanished: float = 0.0  # share of its results that are zero in float16 and not in float32
     numbers: tuple[float, ...] = ()  # constants that are zero or 1 in its dtype and are not else
     spoiled: str = ""  # name of an input that no op made and that is not finite
@@ -249,7 +249,8 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         return Blame(at, at, "input", f"{node.spoiled} is not finite before any op runs")
     if node.burst:
         top = FORMATS[node.run].max if node.run in FORMATS else math.inf
-        why = f"its result is beyond {node.run}'s largest number, {top:g}; in float32 it is finite"
+        wider = "in float32 it is finite" if node.tried else UNTRIED_WIDE
+        why = f"its result is beyond {node.run}'s largest number, {top:g}; {wider}"
         return Blame(at, at, "overflow", CAST.format(node.run) if node.cast else why)
     if (cause := _saturated(nodes, at)) is not None:
         found = nodes[cause]
@@ -268,7 +269,7 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         if _reads_cast(found):
             why = f"{lost} an input of it becomes zero when it is cast to {found.run}"
         return Blame(cause, at, "underflow", why)
-    wider = "; in float32 it was not tried" if node.run == "bfloat16" else " or wider"
+    wider = " or wider" if node.tried and node.run != "bfloat16" else f"; {UNTRIED_WIDE}"
     why = f"its inputs are finite and its result is not, in {node.run or 'its dtype'}{wider}"
     return Blame(at, at, "operation", why)
 
@@ -327,10 +328,13 @@ _HEALTHY = "no op made an Inf or NaN of finite numbers"
 
 # An optimizer that breaks a step.
 
-NO_EPS = "the number that keeps its divisor from zero is zero"
-
 # Behind a remedy.
 UNTRIED = " That was not tried."
+
+# Where numbers grow without bound.
+SLOWER = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
+
+NO_EPS = "the number that keeps its divisor from zero is zero"
 
 
 def larger_eps(dtype: str) -> float:
@@ -338,13 +342,11 @@ def larger_eps(dtype: str) -> float:
     return 1e-4 if dtype == "float16" else 1e-8
 
 
-def of_optimizer(
-    framework: str, kind: str, dtype: str, largest: float, lost: str = "", tried: bool = False
-) -> str:
+def of_optimizer(framework: str, kind: str, dtype: str, lost: str = "", tried: bool = False) -> str:
     """Return the change that helps where an optimizer made a value that is not finite.
 
-    `largest` is of what it was given; `lost` is a clause on an eps, "Adam's eps is 0", and `tried`
-    says whether the step was finite with a larger one.
+    `lost` is a clause on an eps, "Adam's eps is 0", and `tried` says whether the step was finite
+    with a larger one.
     """
     wide = f"keep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
     if kind == "number":
@@ -352,11 +354,4 @@ def of_optimizer(
         or_wide = f", or {wide}" if dtype in LOW else "."
         give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
         return f"{lost}, so that it divides by zero. {give}"
-    if kind == "overflow":
-        return f"{wide[0].upper()}{wide[1:]}{UNTRIED}"
-    if largest > HUGE:
-        return (
-            f"It was given numbers as large as {largest:.3g}: clip the gradients, lower the "
-            f"learning rate, or look at the data.{UNTRIED}"
-        )
-    return f"Lower the learning rate, or clip the gradients.{UNTRIED}"
+    return f"{wide[0].upper()}{wide[1:]}{UNTRIED}" if kind == "overflow" else SLOWER

@@ -8,7 +8,6 @@ up. Nothing here knows a framework, or how calls are shown.
 import re
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from functools import reduce
 from typing import Any, NamedTuple
 
 from polymp.rules.row import Row
@@ -40,7 +39,7 @@ class Call(NamedTuple):
     outputs: tuple[str, ...]  # dtypes of its float results
     casts: int = 0  # how many arrays were cast for it, there and back
     cast_bytes: int = 0  # bytes that these casts read and wrote
-    # Casts that were not made, by reason: "cached", "shared", "cancelled", ...
+    # Casts that were not made, by reason: "cached" in torch, "hoisted" out of a loop in JAX.
     saved: tuple[tuple[str, int], ...] = ()
     # Of the matrix products, convolutions and attention in it; a multiply-add is two.
     flops: int = 0
@@ -50,8 +49,6 @@ class Call(NamedTuple):
     # Why a product with rule fp8 ran as under rule lower, or one with rule lower was not lowered;
     # "" for others.
     fallback: str = ""
-    # Bytes of 8-bit arrays that it keeps for the backward pass, in all `times` runs.
-    kept_fp8: int = 0
 
     @property
     def rule(self) -> str:
@@ -81,24 +78,20 @@ NOTHING_RAN = "no op on floats ran; polymp.torch sees torch's ops alone, polymp.
 
 def merged(calls: Iterable[Call]) -> tuple[Call, ...]:
     """The calls, those of one site added up."""
-    sites: dict[tuple[Any, ...], Call] = {}
+    sites: dict[tuple[Any, ...], list[Call]] = {}
     for call in calls:
-        other = sites.get(call.site)
-        sites[call.site] = call if other is None else _added(other, call)
-    return tuple(sites.values())
+        sites.setdefault(call.site, []).append(call)
+    return tuple(map(added, sites.values()))
 
 
 def added(calls: Sequence[Call]) -> Call:
     """The first of some calls, with the counts of all of them."""
-    return reduce(_added, calls)
+    counts = {name: sum(getattr(call, name) for call in calls) for name in _COUNTS}
+    saved = sums(pair for call in calls for pair in call.saved)
+    return calls[0]._replace(**counts, saved=tuple(saved.items()))
 
 
-_COUNTS = ("casts", "cast_bytes", "flops", "kept", "times", "kept_fp8")
-
-
-def _added(one: Call, other: Call) -> Call:
-    counts = {name: getattr(one, name) + getattr(other, name) for name in _COUNTS}
-    return one._replace(**counts, saved=tuple(sums((*one.saved, *other.saved)).items()))
+_COUNTS = ("casts", "cast_bytes", "flops", "kept", "times")
 
 
 def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
@@ -130,8 +123,10 @@ def ruled(call: Call, policy: str = "") -> str:
     return ", ".join(filter(None, (call.rule, call.recipe, fallback, row)))
 
 
-def by(row: Row, op: str, policy: str = "") -> str:
+def by(row: Row | None, op: str, policy: str = "") -> str:
     """The selector of a row, if that is not the op, with its scope and its source."""
+    if row is None:
+        return "no row"
     shipped = re.fullmatch(r"policies/(.*)\.toml", row.source)
     source = shipped[1] if shipped else row.source
     of, scope = row.of if row.of != op else "", f"in {row.scope}" if row.scope else ""

@@ -97,23 +97,14 @@ class Comparison(Shown):
                 ends[place] = row
         return [*ends.values()]
 
-    def table(self, *, fold: bool = True) -> str:
-        """Return the text that `print` shows.
-
-        Args:
-            fold: False to show how the difference grows from each module to the next, of more than
-                24, too.
-
-        Returns:
-            The text.
-        """
+    def __str__(self) -> str:
         lines = text_table.folded(f"{self._about()}\n{self._program()}\n\n{self._verdict()}")
         if self.first is not None:
             lines += ["", *beside(self.names, self.first)]
         if grown := self.growth():
             heads = ("module", "direction", "difference", "rounding explains")
             lines += ["", "the difference from module to module, of the root mean square:", ""]
-            step = math.ceil(len(grown) / 24) if fold else 1  # equal layers would hide the growth
+            step = math.ceil(len(grown) / 24)  # equal layers would hide the growth
             at = sorted({*range(0, len(grown), step), len(grown) - 1})
             rows = []
             for row in (grown[i] for i in at):
@@ -128,7 +119,7 @@ class Comparison(Shown):
         title = " and ".join(self.names)
         return [title, self._about(), self._program(), self._verdict(), *self.notes]
 
-    def _table(self, fold: bool = True) -> Table:
+    def _table(self) -> Table:
         lines = [Line("", row.array.module or OUTSIDE, _cells(row)) for row in self.rows]
         return Table(_COLUMNS, lines)
 

@@ -87,11 +87,6 @@ class Magnitudes(NamedTuple):
         words = "".join(f", {k}" for k in ("inf", "nan") if getattr(self, k))
         return f"Magnitudes({self.values} values, largest {self.largest:.3g}{words})"
 
-    @property
-    def zeros(self) -> float:
-        """The share of zeros, and of what float32 itself holds as subnormal in its first bin."""
-        return self.bins[0] / self.counted if self.counted else 0.0
-
     def shares(self, dtype: object, scale: float = 1.0) -> Shares:
         """Return the shares of values that a dtype cannot hold, multiplied by `scale`.
 
@@ -130,16 +125,10 @@ class Magnitudes(NamedTuple):
         moved[0], moved[INF:] = self.bins[0], self.bins[INF:]
         for edge, count in zip(_EDGES[1:], self.bins[1:INF], strict=True):
             if count:
-                moved[min(max(of_float(edge * factor), 1), INF - 1)] += count
+                moved[max(bisect_right(_EDGES, edge * factor) - 1, 1)] += count
         return self._replace(
             bins=tuple(moved), largest=self.largest * factor, wide=self.wide * factor
         )
-
-
-def of_float(value: float) -> int:
-    """The bin of a number's magnitude; that of Inf for what is beyond float32, and for NaN."""
-    size = abs(value)
-    return bisect_right(_EDGES, size) - 1 if size <= FORMATS["float32"].max else INF
 
 
 def joined(many: Iterable[Magnitudes]) -> Magnitudes:
@@ -179,9 +168,10 @@ def followed(made: Iterable[tuple[Magnitudes | float, Iterable[int]]]) -> list[f
         if isinstance(m, float):
             share, there = max(m, came), 1 - max(m, came)
         else:
-            there = 1 - m.zeros
+            zeros = m.bins[0] / max(m.counted, 1)
+            there = 1 - zeros
             more = there * came / (1 - came) if came < 1 else 1.0
-            share = min(m.vanished + more, max(m.zeros, m.vanished))
+            share = min(m.vanished + more, max(zeros, m.vanished))
         found.append(share)
         gone.append(share / (there + share) if share else 0.0)
     return found

@@ -31,34 +31,26 @@ Curve = Sequence[tuple[str, float, float]]
 
 
 class Shown:
-    """A result that is printed as lines and a table, and drawn as a page of the same."""
+    """A result that is printed as lines and a table, and drawn as a page of the same.
+
+    Rows are grouped by direction and module, in the order in which modules and ops were first
+    reached. "layers.*.attn x24" are 24 modules whose rows are alike: counts are those of all of
+    them, and the largest magnitude is.
+    """
 
     def _lines(self) -> list[str]:
         """The lines above the table; the first is the title."""
         raise NotImplementedError
 
-    def _table(self, fold: bool = True) -> Table:
+    def _table(self) -> Table:
         raise NotImplementedError
 
     def _curve(self) -> Curve:
         """The curve above the table of a page, if there is one."""
         return ()
 
-    def table(self, *, fold: bool = True) -> str:
-        """Return the text that `print` shows.
-
-        Rows are grouped by direction and module, in the order in which modules and ops were first
-        reached. "layers.*.attn x24" are 24 modules whose rows are alike: counts are those of all of
-        them, and the largest magnitude is.
-
-        Args:
-            fold: False to show equal layers one by one.
-
-        Returns:
-            The text.
-        """
-        table = self._table(fold)
-        title, *notes = [*self._lines(), *filter(None, [table.note])]
+    def __str__(self) -> str:
+        (title, *notes), table = self._lines(), self._table()
         above = (title, "", *notes, *[""] * bool(table.lines))
         lines = [line for note in above for line in text_table.folded(note)]
         return escaped("\n".join([*lines, *table.text()]))
@@ -74,16 +66,12 @@ class Shown:
         Returns:
             The page as text.
         """
-        table = self._table()
-        title, *notes = [*self._lines(), *filter(None, [table.note])]
-        page = _page(title, notes, table, self._curve())
+        title, *notes = self._lines()
+        page = _page(title, notes, self._table(), self._curve())
         if path is not None:
             with replacing(path) as beside:
                 beside.write_text(page, encoding="utf-8")
         return page
-
-    def __str__(self) -> str:
-        return self.table()
 
     def _repr_html_(self) -> str:
         return str(_part("frame", title=self._lines()[0], page=self.to_html()))
@@ -147,9 +135,6 @@ def _joined(parts: Iterable[_Markup]) -> _Markup:
     return _Markup("".join(parts))
 
 
-_TICKS = 6  # on the axis of a curve, at most
-
-
 def _curve(points: Curve) -> _Markup:
     """A curve over its points in order, on a logarithmic scale, in percent of its box."""
     # Zero is drawn at the bottom, Inf and NaN at the top.
@@ -167,7 +152,7 @@ def _curve(points: Curve) -> _Markup:
     depths = [100, allowed[0], *allowed, allowed[-1], 100]
     edge = zip([0, 0, *across, 100, 100], depths, strict=True)
     off = [depth(difference) for _, difference, _ in points]
-    ticks = range(low, high + 1, math.ceil((high - low) / _TICKS))
+    ticks = range(low, high + 1, math.ceil((high - low) / 6))
     return _part(
         "curve",
         first=points[0][0],

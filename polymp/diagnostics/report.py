@@ -90,11 +90,6 @@ class Report(Shown):
         return sum(call.kept for call in self.calls)
 
     @property
-    def kept_fp8(self) -> int:
-        """Bytes of 8-bit arrays that are kept for the backward pass."""
-        return sum(call.kept_fp8 for call in self.calls)
-
-    @property
     def fallbacks(self) -> dict[str, int]:
         """Products that did not run by their rule, fp8 or lower, by the reason."""
         return sums((call.fallback, call.times) for call in self.calls if call.fallback)
@@ -116,25 +111,6 @@ class Report(Shown):
             raise ValueError(f"of({op!r}): there is no such op.{vocabulary().hint(op)}")
         return calls
 
-    def widened(self) -> list[Call]:
-        """Return calls without a row in which a float32 input widened a low one to float32.
-
-        Calls with a low result as well are left out: their float32 is for the backward pass.
-
-        Returns:
-            The calls.
-        """
-        return [
-            call
-            for call in self.calls
-            if call.region
-            and call.row is None
-            and call.direction == FORWARD
-            and {call.region, "float32"} <= {*call.inputs}
-            and "float32" in call.outputs
-            and call.region not in call.outputs
-        ]
-
     def __iter__(self) -> Iterator[Call]:
         return iter(self.calls)
 
@@ -145,8 +121,8 @@ class Report(Shown):
         """Fill a report that was empty until its block ended."""
         self.calls, self.low, self.policy = merged(calls), low, policy
 
-    def _table(self, fold: bool = True) -> Table:
-        return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy), fold)
+    def _table(self) -> Table:
+        return CALLS.table(self.calls, _COLUMNS, partial(_cells, self.policy))
 
     def _lines(self) -> list[str]:
         """The title: name, number of call sites, policy and low dtype; then the sums."""
@@ -234,22 +210,6 @@ CALLS: TableKind[Call] = TableKind(
 )
 
 
-def _in_8_bits(report: Report) -> str:
-    """How many products ran in 8 bits, what they keep, and how many did not and why; or nothing."""
-    ran = sum(call.times for call in report if call.recipe)
-    parts = [f"{text_table.plural(ran, 'product')} in 8 bits"] if ran else []
-    if report.kept_fp8:
-        kept, wide = map(text_table.size, (report.kept_fp8, 2 * report.kept_fp8))
-        parts.append(f"{kept} kept for the backward pass instead of {wide} in bfloat16")
-    return "; ".join((*parts, *_fallbacks(report, "fp8", "as lower")))
-
-
-def _fallbacks(report: Report, rule: str, ran: str) -> list[str]:
-    """How many products with a rule did not run by it, for each reason."""
-    of_rule = {call.fallback for call in report if call.rule == rule}
-    return [f"{n:,} {ran}: {why}" for why, n in report.fallbacks.items() if why in of_rule]
-
-
 def _totals(report: Report) -> list[str]:
     """The sums of a report."""
     flops, total = report.flops, sum(report.flops.values())
@@ -260,13 +220,13 @@ def _totals(report: Report) -> list[str]:
     ]
     saved = [f"{count:,} {reason}" for reason, count in sorted(report.saved.items())]
     moved = f"{report.casts:,}, {text_table.size(report.cast_bytes)} read and written"
+    fallbacks = [f"{count:,} because {why}" for why, count in report.fallbacks.items()]
     totals = {
         "FLOPs": ", ".join(parts) or "none",
         "casts": moved if report.casts else "none",
         "saved": ", ".join(saved) or "none",
         "kept": f"{text_table.size(report.kept)} of float32 for the backward pass",
-        "fp8": _in_8_bits(report),
-        "lower": "; ".join(_fallbacks(report, "lower", "not lowered")),
+        "fallbacks": "; ".join(fallbacks),
         "widened": widening(report),
     }
     return [f"{name}: {text}" for name, text in totals.items() if text]
@@ -274,7 +234,7 @@ def _totals(report: Report) -> list[str]:
 
 def widening(report: Report) -> str:
     """The calls in which a float32 input widened a low one and no row asked for it; "" if none."""
-    calls = report.widened()
+    calls = [call for call in report if _is_widened(call)]
     widened = [(call, one) for one in CALLS.arranged(calls) for call in one.rows]
     named = [
         ", ".join(filter(None, (f"{c.op} in {one.label}" if c.module else c.op, c.source)))
@@ -283,6 +243,21 @@ def widening(report: Report) -> str:
     if more := len(calls) - sum(one.layers for _, one in widened[:_NAMED]):
         named.append(f"and {text_table.plural(more, 'more call')}")
     return f"to float32 by a float32 input: {'; '.join(named)}" if calls else ""
+
+
+def _is_widened(call: Call) -> bool:
+    """True of a call without a row in which a float32 input widened a low one to float32.
+
+    Calls with a low result as well are left out: their float32 is for the backward pass.
+    """
+    return (
+        call.region != ""
+        and call.row is None
+        and call.direction == FORWARD
+        and {call.region, "float32"} <= {*call.inputs}
+        and "float32" in call.outputs
+        and call.region not in call.outputs
+    )
 
 
 # The difference of two reports:

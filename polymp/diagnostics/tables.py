@@ -53,7 +53,6 @@ class Table(NamedTuple):
 
     columns: Sequence[Column]
     lines: Sequence[Line]
-    note: str = ""  # says that equal layers are one
 
     def text(self) -> list[str]:
         """The lines of a printed table; sections and modules are lines in it."""
@@ -61,7 +60,7 @@ class Table(NamedTuple):
         rows, above = list[str | Sequence[str]](), ("", "")
         for line in self.lines:
             if line.section != above[0]:
-                rows += ["", text_table.heading(line.section)]
+                rows += ["", f"-- {line.section} ".ljust(text_table.terminal_width(), "-")]
             if line[:2] != above:
                 rows.append(line.module)
             above = line.section, line.module
@@ -100,30 +99,23 @@ class TableKind(NamedTuple, Generic[R]):
         rows: Iterable[R],
         columns: Sequence[Column],
         cells: Callable[[R], Sequence[Cell | str]],
-        fold: bool = True,
     ) -> Table:
         """The rows as they are shown."""
-        modules = self.arranged(rows, fold)
         lines = [
             Line(self.sections[one.section], one.label, cells(row))
-            for one in modules
+            for one in self.arranged(rows)
             for row in one.rows
         ]
-        sites = sum(len(one.rows) * one.layers for one in modules)
-        note = (
-            f"equal layers are one, with the counts of all of them: {sites:,} rows in "
-            f"{len(lines):,}; fold=False lists each"
-        )
-        return Table(columns, lines, "" if len(lines) == sites else note)
+        return Table(columns, lines)
 
-    def arranged(self, rows: Iterable[R], fold: bool = True) -> list[ModuleRows[R]]:
+    def arranged(self, rows: Iterable[R]) -> list[ModuleRows[R]]:
         """Rows by section and module, equal layers as one, in the order of the program."""
         grouped: dict[tuple[str, str], list[R]] = {}
         for row in rows:
             grouped.setdefault(self.place(row), []).append(row)
         modules = [ModuleRows(*at, 1, tuple(many)) for at, many in grouped.items()]
         depth = max((module.count(".") + 1 for _, module in grouped), default=0)
-        for at in range(depth if fold else 0):
+        for at in range(depth):
             modules = _folded(modules, self, at)
         order = [*self.sections]
         return sorted(modules, key=lambda one: order.index(one.section))

@@ -52,9 +52,6 @@ class Recorder:
     def follow(self, what: Any, low: str, policy: str = "") -> str | None:
         """Return a name for the call that was decided last, to be put on all that it becomes."""
 
-    def spared(self, what: Any, why: str) -> None:
-        """Note that a cast of a call was not made, for a reason: "shared", "cancelled"."""
-
 
 _current: ContextVar[Recorder | None] = ContextVar("polymp.rules.decision_log", default=None)
 

@@ -10,7 +10,7 @@ it. Nothing here knows what a module is.
 import difflib
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 
 from polymp.errors import PolicyError
@@ -72,6 +72,15 @@ def hint(pattern: str, paths: Iterable[str], none: str) -> str:
         return f"did you mean {' or '.join(map(repr, close))}?"
     first = sorted(known, key=lambda path: (path.count("."), path))[:3]
     return f"paths are, for example, {', '.join(map(repr, first))}." if first else none
+
+
+def matching(pattern: str, paths: Collection[str], where: str, what: str, none: str) -> set[str]:
+    """The paths that a pattern matches; it has to match one."""
+    check(pattern, where)
+    found = {path for path in paths if depth(pattern, path)}
+    if not found:
+        raise PolicyError(f"{where}: {pattern!r} matches no {what}: {hint(pattern, paths, none)}")
+    return found
 
 
 def check(pattern: str, where: str) -> None:

@@ -59,7 +59,7 @@ def assert_fits(
     suggestion = audit.suggest(policy)
     if suggestion or is_broken(audit):
         called = getattr(fn, "__name__", type(fn).__name__)
-        lines = audit.table().splitlines()
+        lines = str(audit).splitlines()
         table = "\n".join([*lines[:_LINES], *(["..."] if lines[_LINES:] else [])])
         under = f"{low} under policy {load(policy).name}"
         raise AssertionError(f"{called} does not fit {under}:\n\n{suggestion}\n\n{table}")
@@ -75,14 +75,13 @@ def _in_torch(
     import torch
 
     from polymp.backends.torch.autocast import torch_table
-    from polymp.backends.torch.diagnostics.explain import device_of, open_region
+    from polymp.backends.torch.diagnostics.explain import open_region
     from polymp.torch import audit
 
-    call = fn, args, kwargs
     with audit(fn if isinstance(fn, torch.nn.Module) else None) as measured, ExitStack() as region:
-        open_region(call, getattr(torch, low), policy, region)
+        device = open_region((fn, args, kwargs), getattr(torch, low), policy, region)
         fn(*args, **kwargs)
-    return measured, torch_table.policy(device_of(call)) if policy is None else policy
+    return measured, torch_table.policy(device) if policy is None else policy
 
 
 def _in_jax(

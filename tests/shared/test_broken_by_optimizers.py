@@ -38,7 +38,7 @@ CASES = (
     Case("no eps under a root", "rms", "number", f"{NOTHING}Give it eps=1e-08{TRIED}.{UNTRIED}$",
          eps=0.0, healthy=(("eps", 1e-8),)),
     Case("a second moment out of float32", "adam", "operation",
-         r"It was given numbers as large as 1.5e\+25: clip the gradients, .* That was not tried.$",
+         "Lower the learning rate, or clip the gradients. That was not tried.$",
          loss=1e25, healthy=(("loss", 1.0),)),
     Case("a second moment out of float16", "adam", "overflow", f"K{WIDE} That was not tried.$",
          "float16", 1e-4, 1e4, (("loss", 1.0),)),
@@ -168,9 +168,8 @@ def test_locate_audit_and_catch_say_the_same(framework: str, case: Case) -> None
         assert (audit.fault.why, audit.fault.remedy) == (fault.why, fault.remedy)
         suggestion = audit.suggest()
         assert not suggestion
-        assert suggestion.remedy == fault.remedy
-        assert str(suggestion).endswith(fault.remedy), "and no line that there is nothing to change"
-        assert "Nothing to change" not in str(suggestion)
+        assert suggestion.reasons[0].endswith(fault.remedy)
+        assert str(suggestion).endswith("# No row, dtype or loss scale to change.")
         assert fault.remedy in " ".join(str(audit).split())
 
     with pytest.raises(BadStepError) as raised:

@@ -6,14 +6,13 @@ import tomllib
 from tests.support import processes
 from tests.support.processes import ROOT
 
-TORCH = {"name": "torch", "version": "2.13.0+cpu", "problem": ""}
-JAX = {"name": "jax", "version": "0.10.2", "problem": ""}
-XEON = frozenset("avx2 avx512f avx512_bf16 avx512_fp16 amx_bf16".split())
+TORCH = {"name": "torch", "version": "2.13.0+cpu", "devices": ["cpu"], "problem": ""}
+JAX = {"name": "jax", "version": "0.10.2", "devices": ["cpu"], "problem": ""}
 
 
-def facts(*devices, frameworks=(TORCH, JAX), nvidia=False):
-    """The frameworks and devices that `gather` finds on a machine made up."""
-    return [dict(framework) for framework in frameworks], devices, nvidia
+def facts(*frameworks, nvidia=False):
+    """What `gather` finds on a machine made up."""
+    return [dict(framework) for framework in frameworks or (TORCH, JAX)], nvidia
 
 
 def process(*argv, blocked=(), cwd=ROOT, **env):

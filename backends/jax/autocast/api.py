@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple, TypeGuard, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, overload
 
 import jax
 import jax.extend.core as core
@@ -26,7 +26,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import float_dtype, is_array, is_float
+from polymp.backends.jax.arrays import Rest, apart, float_dtype, is_array, is_float
 from polymp.backends.jax.autocast import known_functions, regions
 from polymp.backends.jax.autocast.contraction import contraction_p
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
@@ -211,8 +211,7 @@ class PlannedCall(NamedTuple):
     """A function as traced and planned for arguments of some types."""
 
     plan: Plan
-    tree: jax.tree_util.PyTreeDef
-    statics: Sequence[object]
+    rest: Rest[Any]  # what it returns, without the arrays
 
 
 class AutocastFunction(NamedTuple):
@@ -225,13 +224,19 @@ class AutocastFunction(NamedTuple):
 
 
 def transformed(
-    fn: Callable[..., object], region: Region, traced: "Callable[..., PlannedCall] | None" = None
+    fn: Callable[..., object], region: Region, traced: Callable[..., PlannedCall] | None = None
 ) -> Callable[..., object]:
-    """Make an autocast function."""
+    """Make an autocast function; with a function in the place of `trace`."""
     if not callable(fn) or (isinstance(fn, type) and hasattr(fn, "dtype")):
         raise TypeError(
             f"autocast(fn) needs a function, got {reprlib.repr(fn)}. Write "
             "autocast(fn, dtype=...), and call the result: autocast(loss)(params, x)."
+        )
+    if region.enabled and _is_of_torch(module := getattr(fn, "__self__", fn), "Module"):
+        kind = type(module).__name__
+        raise TypeError(
+            f"polymp.jax.autocast(fn) needs a function of JAX arrays, got the torch module {kind}, "
+            f"which would run as written. {_IN_TORCH}"
         )
     for kind in ("generator", "coroutine", "asyncgen"):
         if getattr(inspect, f"is{kind}function")(fn):
@@ -239,12 +244,7 @@ def transformed(
                 f"autocast(fn): {fn!r} is a {kind} function, whose body runs after the call that "
                 "is traced. Wrap the functions that it calls."
             )
-    code = code_of(fn) or code_of(type(fn).__call__) or type(fn)
-    kept = _PLANS.setdefault(code, {})
-    new = traced or trace
-    by_path = region.policy is not None and bool(region.policy.scopes)
-    once = is_jitted(fn) and traced is None and not by_path
-    unchecked = [region] if by_path else []  # a warning of patterns that match nothing comes once
+    plans = _PlannedFunction(fn, region, traced)
 
     @functools.wraps(fn)
     def call(*args: object, **kwargs: object) -> Any:
@@ -252,60 +252,79 @@ def transformed(
             with regions.entered(region):
                 return fn(*args, **kwargs)
         function, given = nnx.owned(fn, args)
-        named = by_path or decision_log.current() is not None
+        named = plans.by_path or decision_log.current() is not None
         with naming(regions.is_inside) if named else nullcontext():
             if nnx.among((given, kwargs)):
-                return nnx.call(through, function, given, kwargs, named)
-            return through(fn, args, kwargs)
-
-    def through(
-        fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = [leaf for leaf in leaves if is_array(leaf)]
-        statics = tuple(ARRAY if is_array(leaf) else leaf for leaf in leaves)
-        key = call_key(fn, statics, arrays) if once else None
-        evaluate: Evaluate
-        if key is None:
-            traced = new(fn, region, tree, statics, arrays, kept)
-            evaluate = partial(run, traced.plan)
-        else:
-            traced, evaluate = again(fn, tree, statics, *key)
-        if unchecked:
-            unchecked.clear()
-            warn_of_unmatched(traced.plan.jaxpr, region, call)
-        if traced.plan.as_written and not region.enabled:  # then what is written is what runs
-            with regions.AMBIENT(region):
-                return fn(*args, **kwargs)
-        if any(isinstance(x, jax.core.Tracer) for x in arrays):
-            with collector_paused():
-                found = evaluate(arrays)
-        else:
-            found = evaluate(arrays)
-        # A constant comes as numpy's; what fn would have returned is an array of jax's.
-        outs = (x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in found)
-        leaves = [next(outs) if leaf is ARRAY else leaf for leaf in traced.statics]
-        return jax.tree.unflatten(traced.tree, leaves)
-
-    @lru_cache(maxsize=KEPT)
-    def again(
-        fn: Callable[..., object],
-        tree: jax.tree_util.PyTreeDef,
-        statics: Sequence[object],
-        avals: Sequence[object],
-        _: Hashable,
-    ) -> tuple[PlannedCall, Evaluate]:
-        """The plan of a call of a jitted function, and what runs it."""
-        made = new(fn, region, tree, statics, avals, kept)
-        return made, whole(made.plan)
+                return nnx.call(plans.run, function, given, kwargs, named)
+            return plans.run(fn, args, kwargs)
 
     call.polymp = AutocastFunction(call, fn, region)  # type: ignore[attr-defined]
     return call
 
 
+def _is_of_torch(x: object, name: str) -> bool:
+    """True for an object of this class of torch, or of one that extends it."""
+    classes = ((str(cls.__module__).split(".")[0], cls.__name__) for cls in type(x).__mro__)
+    return ("torch", name) in classes
+
+
+_IN_TORCH = "Around calls of PyTorch write `with polymp.torch.autocast('cuda', dtype=...):`."
+
 # By the code of a function that `autocast` takes, what is kept for it. Written where it is called,
 # `autocast(f)` is another object each time.
 _PLANS: weakref.WeakKeyDictionary[object, Plans] = weakref.WeakKeyDictionary()
+
+# Computes the outputs of a plan from its inputs.
+Evaluate = Callable[[Sequence[object]], Sequence[object]]
+
+
+class _PlannedFunction:
+    """The plans of a function in a region, which runs by them."""
+
+    def __init__(
+        self, fn: Callable[..., object], region: Region, traced: Callable[..., PlannedCall] | None
+    ) -> None:
+        self.fn, self.region, self.trace = fn, region, traced or trace
+        code = code_of(fn) or code_of(type(fn).__call__) or type(fn)
+        self.kept = _PLANS.setdefault(code, {})
+        self.by_path: bool = region.policy is not None and bool(region.policy.scopes)
+        # A warning of patterns that match nothing comes once.
+        self.unchecked: bool = self.by_path
+        self.keeps_calls: bool = traced is None and not self.by_path
+        self.again: Callable[..., tuple[PlannedCall, Evaluate]] = lru_cache(KEPT)(self._again)
+
+    def run(
+        self, fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Any:
+        """The results of the function, or of one of arrays that stands for it."""
+        region = self.region
+        arrays, rest = apart((args, kwargs), is_array)
+        key = call_key(fn, rest, arrays) if self.keeps_calls else None
+        evaluate: Evaluate
+        if key is None:
+            traced = self.trace(fn, region, arrays, rest, self.kept)
+            evaluate = partial(run, traced.plan)
+        else:
+            traced, evaluate = self.again(fn, rest, *key)
+        if self.unchecked:
+            self.unchecked = False
+            warn_of_unmatched(traced.plan.jaxpr, region, self.fn)
+        if traced.plan.as_written and not region.enabled:  # then what is written is what runs
+            with regions.AMBIENT(region):
+                return fn(*args, **kwargs)
+        tracing = any(isinstance(x, jax.core.Tracer) for x in arrays)
+        with collector_paused() if tracing else nullcontext():
+            outs = evaluate(arrays)
+        # A constant comes as numpy's; what fn would have returned is an array of jax's.
+        return traced.rest(x if isinstance(x, jax.Array) else jax.numpy.asarray(x) for x in outs)
+
+    def _again(
+        self, fn: Callable[..., object], rest: Rest[Any], avals: Sequence[object], _: Hashable
+    ) -> tuple[PlannedCall, Evaluate]:
+        """The plan of a call of a jitted function, and what runs it."""
+        traced = self.trace(fn, self.region, avals, rest, self.kept)
+        return traced, whole(traced.plan)
+
 
 _TRACED = (
     "polymp.jax.autocast traces {name}, as jax.jit does, so that its Python cannot branch on the "
@@ -325,80 +344,67 @@ _CUDNN = (
 def trace(
     fn: Callable[..., object],
     region: Region,
-    tree: jax.tree_util.PyTreeDef,
-    statics: Sequence[object],
     arrays: Sequence[object],
+    rest: Rest[Any],
     kept: Plans,
 ) -> PlannedCall:
     """Trace and plan a function. The plan itself may hold its caller's arrays: it is not kept."""
-    found: list[tuple[jax.tree_util.PyTreeDef, Sequence[object]]] = []
+    outs: list[Rest[Any]] = []
 
     def flat(*arrays: object) -> list[object]:
-        left = iter(arrays)
-        leaves = [next(left) if leaf is ARRAY else leaf for leaf in statics]
-        args, kwargs = jax.tree.unflatten(tree, leaves)
+        args, kwargs = rest(arrays)
         with regions.AMBIENT(region):
             out = fn(*args, **kwargs)
-        leaves, out_tree = jax.tree.flatten(out)
-        found.append((out_tree, [ARRAY if is_array(leaf) else leaf for leaf in leaves]))
-        return [leaf for leaf in leaves if is_array(leaf)]
+        taken, left = apart(out, is_array)
+        outs.append(left)
+        return taken
 
     FUNCTIONS.border(flat)
     compat.check_nans(contraction_p, fp8_contraction_p)
-    flat.__name__ = getattr(fn, "__name__", "function")
+    name = flat.__name__ = getattr(fn, "__name__", "function")
     with collector_paused():
         try:
             jaxpr = jax.make_jaxpr(flat)(*arrays)
         except jax.errors.ConcretizationTypeError as error:
-            error.add_note(_TRACED.format(name=flat.__name__))
+            error.add_note(_TRACED.format(name=name))
             raise
         except NotImplementedError as error:
             if region.enabled and "must be fp16/bf16" in str(error):
                 error.add_note(_CUDNN.format(low=region.dtype))
             raise
+        own = set(map(id, rest.leaves))  # what is handed on
+        made = [x for x in outs[0].leaves if id(x) not in own]
+        if region.enabled and any(_is_of_torch(x, "Tensor") for x in made):
+            raise TypeError(
+                f"polymp.jax.autocast(fn): {name} returned a torch tensor. JAX does not trace the "
+                f"ops of PyTorch, so they ran as written. {_IN_TORCH}"
+            )
         inputs = tuple(map(given, compat.binders(jaxpr)[1]))
         plan = planned(Frame(Planner(planned, kept), jaxpr, inputs, region))
-    return PlannedCall(plan, *found[0])
+    return PlannedCall(plan, outs[0])
 
 
 # Calls of a jitted function under autocast are planned once for arguments of the same types, as
 # jit runs its Python once. The plan is compiled as one program, unless the user's jit has options
 # of its own, such as donated arguments: then the plan runs op by op, which binds that jit again.
 
-
-class _Array:
-    """Stands for an array among the leaves of a pytree."""
-
-    def __repr__(self) -> str:
-        return "array"
-
-
-ARRAY = _Array()
 _FUNCTION = type(jax.jit(lambda: None))
 
-# Types of leaves of which equal ones are the same.
-_PLAIN = frozenset({_Array, bool, int, str, type(None)})
-
-# Computes the outputs of a plan from its inputs.
-Evaluate = Callable[[Sequence[object]], Sequence[object]]
+# Types of leaves of which equal ones are the same; `object` for the mark of an array.
+_PLAIN = frozenset({object, bool, int, str, type(None)})
 
 # Plans of a jitted function that are kept.
 KEPT = 64
 
 
-def is_jitted(fn: object) -> TypeGuard[Callable[..., object]]:
-    """True for what `jax.jit` returns."""
-    return isinstance(fn, _FUNCTION)
-
-
 def call_key(
-    fn: object, statics: Sequence[object], arrays: Sequence[object]
+    fn: object, rest: Rest[Any], arrays: Sequence[object]
 ) -> tuple[Sequence[object], Hashable] | None:
     """The types of a call's arrays, and all else that its plan depends on, to keep it under."""
-    kinds = tuple(map(type, statics))
-    if not is_jitted(fn) or decision_log.current() is not None or not _PLAIN.issuperset(kinds):
+    if not isinstance(fn, _FUNCTION) or decision_log.current() is not None:
         return None
-    if any(isinstance(x, jax.core.Tracer) for x in arrays):
+    kinds = tuple(map(type, rest.leaves))
+    if not _PLAIN.issuperset(kinds) or any(isinstance(x, jax.core.Tracer) for x in arrays):
         return None
     settings = compat.trace_context(), len(vocabulary().registered)
     return tuple(map(jax.typeof, arrays)), (kinds, settings)

@@ -5,7 +5,7 @@ its operands to the low dtype, adds the products up in float32 and returns the d
 It is linear in each operand, and each of its transposes is a contraction again: low operands,
 float32 accumulator, rounded once to the dtype of the operand it is the gradient of. So an operand
 that goes in as float32, a parameter, gets a gradient that was never rounded; but for convolutions
-on GPUs, see `result_as_asked`.
+on GPUs, see `convolutions_low`.
 
 Its transposes and batched forms are those of JAX's own primitive, with every contraction in them
 replaced.
@@ -14,7 +14,7 @@ replaced.
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from math import inf, prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.extend.core as core
@@ -36,19 +36,35 @@ T = TypeVar("T")
 contraction_p: core.Primitive = core.Primitive("polymp_contraction")
 
 
-def contract(
-    of: core.Primitive,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *rest: jax.Array,
-    params: Mapping[str, object],
-    run: str,
-    out: str,
-) -> jax.Array:
-    """`of(lhs, rhs)` on low operands, added up in float32."""
-    kept = tuple(sorted((k, v) for k, v in params.items() if k != "preferred_element_type"))
-    operands = compat.varying_alike(lhs, rhs, *rest)
-    result: jax.Array = contraction_p.bind(*operands, of=of, params=kept, run=run, out=out)
+class Contraction(NamedTuple):
+    """A contraction as its equation holds it: JAX's primitive, and the dtypes it runs in."""
+
+    of: core.Primitive
+    items: tuple[tuple[str, Any], ...]  # the parameters of that primitive, by name, sorted
+    run: str  # the low dtype of the operands
+    out: str  # the dtype of the result
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """The parameters of JAX's primitive, but for the dtype of its result."""
+        return dict(self.items)
+
+    def plain(self, *operands: jax.Array, dtype: str) -> jax.Array:
+        """JAX's primitive on operands as they are, with a result in a dtype."""
+        out = np.dtype(dtype)
+        made: jax.Array = self.of.bind(*operands, **self.params, preferred_element_type=out)
+        return made
+
+
+def spec_of(of: core.Primitive, params: Mapping[str, object], run: str, out: str) -> Contraction:
+    """The contraction that stands for a primitive with some parameters."""
+    kept = sorted((k, v) for k, v in params.items() if k != "preferred_element_type")
+    return Contraction(of, tuple(kept), run, out)
+
+
+def contract(spec: Contraction, *operands: jax.Array) -> jax.Array:
+    """The primitive on low operands, added up in float32."""
+    result: jax.Array = contraction_p.bind(*compat.varying_alike(*operands), spec=spec)
     return result
 
 
@@ -68,17 +84,12 @@ def _lower(
     return outs
 
 
-# The parameters of the primitive that a contraction stands for, by name, sorted.
-Params = tuple[tuple[str, Any], ...]
-
-
-def abstract(
-    *avals: ShapedArray, of: core.Primitive, params: Params, run: str, out: str, **_: object
-) -> ShapedArray:
+def abstract(*avals: ShapedArray, spec: Contraction, **_: object) -> ShapedArray:
     """The type of a contraction's result."""
-    own = [low(aval, run) for aval in own_operands(avals, of)]
+    own = [low(aval, spec.run) for aval in own_operands(avals, spec.of)]
+    out = np.dtype(spec.out)
     made: ShapedArray
-    made, _ = of.abstract_eval(*own, **dict(params), preferred_element_type=np.dtype(out))
+    made, _ = spec.of.abstract_eval(*own, **spec.params, preferred_element_type=out)
     return made
 
 
@@ -88,17 +99,15 @@ def own_operands(operands: Sequence[T], of: core.Primitive) -> Sequence[T]:
 
 
 def _jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[object], **params: object
+    primals: Sequence[jax.Array], tangents: Sequence[object], spec: Contraction
 ) -> tuple[jax.Array, object]:
-    bind = partial(contraction_p.bind, **params)
+    bind = partial(contraction_p.bind, spec=spec)
     out = bind(*primals)
     moved = [(at, t) for at, t in enumerate(tangents[:2]) if type(t) is not ad.Zero]
     return out, tangent(out, [bind(*primals[:at], t, *primals[at + 1 :]) for at, t in moved])
 
 
-def _transpose(
-    ct: object, *operands: Any, of: core.Primitive, params: Params, run: str, out: str
-) -> list[object]:
+def _transpose(ct: object, *operands: Any, spec: Contraction) -> list[object]:
     moving = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[moving].aval
     nones: list[object] = [None] * len(operands)
@@ -106,23 +115,16 @@ def _transpose(
         nones[moving] = ad.Zero(aval)
         return nones
     rest = [x for i, x in enumerate(operands) if i != moving]
-    avals = [low(x, run) for x in (aval, ct, *rest)]
-    jaxpr = transposed(of, params, run, moving, *avals)
-    product = partial(contract, run=run, out=aval.dtype.name)
-    nones[moving] = with_products(jaxpr, (ct, *rest), product, aval.dtype.name)
+    jaxpr = transposed(spec, moving, *(low(x, spec.run) for x in (aval, ct, *rest)))
+    nones[moving] = with_products(jaxpr, (ct, *rest), spec._replace(out=aval.dtype.name))
     return nones
 
 
 def _batch(
-    operands: Sequence[jax.Array],
-    dims: Sequence[object],
-    of: core.Primitive,
-    params: Params,
-    run: str,
-    out: str,
+    operands: Sequence[jax.Array], dims: Sequence[object], spec: Contraction
 ) -> tuple[jax.Array, int]:
-    jaxpr = batched(of, params, run, tuple(dims), *(low(x, run) for x in operands))
-    return with_products(jaxpr, operands, partial(contract, run=run, out=out), out), 0
+    jaxpr = batched(spec, tuple(dims), *(low(x, spec.run) for x in operands))
+    return with_products(jaxpr, operands, spec), 0
 
 
 compat.run_eagerly(contraction_p)
@@ -153,10 +155,10 @@ def remat_rule(
     ]
     if any(unknown):
         return None, eqn, [True], [True], missing
-    of, run = eqn.params["of"], eqn.params["run"]
-    operands = own_operands(eqn.invars, of)
-    params = {**dict(eqn.params["params"]), "preferred_element_type": np.dtype(eqn.params["out"])}
-    case = compat.remat_case(saveable(of, *(low(x.aval, run) for x in operands), **params))
+    spec: Contraction = eqn.params["spec"]
+    operands = [low(x.aval, spec.run) for x in own_operands(eqn.invars, spec.of)]
+    params = {**spec.params, "preferred_element_type": np.dtype(spec.out)}
+    case = compat.remat_case(saveable(spec.of, *operands, **params))
     if case == "save":
         return eqn, None, [False], [False], []
     if case == "recompute":
@@ -186,43 +188,31 @@ mlir.register_lowering(contraction_p, _lower, cacheable=False)
 
 
 def result_as_asked(
-    *operands: jax.Array,
-    of: core.Primitive,
-    params: Params,
-    run: str,
-    out: str,
-    read: str = "",
-    accumulator: str = "",
+    *operands: jax.Array, spec: Contraction, read: str = "", accumulator: str = ""
 ) -> jax.Array:
     """Low operands, and the product's own result in the dtype asked for.
 
     Or operands that are cast once more before, or a result in another dtype that is cast after.
     """
     lhs, rhs, *rest = operands
-    low = (lax.convert_element_type(x, run) for x in (lhs, rhs))
-    made = of.bind(
-        *(lax.convert_element_type(x, read or run) for x in low),
-        *rest,
-        **dict(params),
-        preferred_element_type=np.dtype(accumulator or out),
-    )
-    return lax.convert_element_type(made, out)
+    low = (lax.convert_element_type(x, spec.run) for x in (lhs, rhs))
+    both = (lax.convert_element_type(x, read or spec.run) for x in low)
+    made = spec.plain(*both, *rest, dtype=accumulator or spec.out)
+    return lax.convert_element_type(made, spec.out)
 
 
-def convolutions_low(*operands: jax.Array, of: core.Primitive, run: str, **how: Any) -> jax.Array:
+def convolutions_low(*operands: jax.Array, spec: Contraction) -> jax.Array:
     """As asked, but the result of a convolution is low, and cast afterwards."""
-    low_result = run if of.name == "conv_general_dilated" else ""
-    return result_as_asked(*operands, of=of, run=run, accumulator=low_result, **how)
+    low_result = spec.run if spec.of.name == "conv_general_dilated" else ""
+    return result_as_asked(*operands, spec=spec, accumulator=low_result)
 
 
-def widened(*operands: jax.Array, **how: Any) -> jax.Array:
+def widened(*operands: jax.Array, spec: Contraction) -> jax.Array:
     """Low operands, widened again for a float32 product: products of low values are exact in it."""
-    return result_as_asked(*operands, read="float32", accumulator="float32", **how)
+    return result_as_asked(*operands, spec=spec, read="float32", accumulator="float32")
 
 
-def row_by_row(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
-) -> jax.Array:
+def row_by_row(*operands: jax.Array, spec: Contraction) -> jax.Array:
     """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS.
 
     The kernel takes a lhs of two rows or more that is contracted on its last dimensions, and both
@@ -230,10 +220,10 @@ def row_by_row(
     few rows is not copied for it. The barriers keep XLA from folding the transpose into the
     product: it would then run a slower kernel, or have none and raise.
     """
-    if run != "bfloat16" or of.name != "dot_general":
+    if spec.run != "bfloat16" or spec.of.name != "dot_general":
         # XLA's CPU kernels for these take float32.
-        return widened(*operands, of=of, params=params, run=run, out=out)
-    own, (lhs, rhs) = dict(params), operands
+        return widened(*operands, spec=spec)
+    own, (lhs, rhs) = spec.params, operands
     numbers, sharding = own["dimension_numbers"], own["out_sharding"]
     (lc, rc), (lb, rb) = numbers
     lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
@@ -241,11 +231,11 @@ def row_by_row(
     asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
     few = (rows <= _FEW or columns <= _THIN) and not (lb or asked)
     if few and columns <= _THIN and columns < rows:
-        turned = tuple({**own, "dimension_numbers": ((rc, lc), (rb, lb))}.items())
-        made = row_by_row(rhs, lhs, of=of, params=turned, run=run, out=out)
+        turned = {**own, "dimension_numbers": ((rc, lc), (rb, lb))}
+        made = row_by_row(rhs, lhs, spec=spec._replace(items=tuple(turned.items())))
         rf = made.ndim - len(lf)
         return lax.transpose(made, (*range(rf, made.ndim), *range(rf)))
-    lhs, rhs = (lax.convert_element_type(x, run) for x in operands)
+    lhs, rhs = (lax.convert_element_type(x, spec.run) for x in operands)
     lhs = lax.transpose(lhs, (*lb, *lf, *lc))
     single = few and rows == 1
     if single:  # it gets a row of zeros beside it
@@ -261,10 +251,10 @@ def row_by_row(
         lhs, rhs = map(lax.optimization_barrier, (lhs, rhs))
         rc, rb = (tuple(d + 1 for d in dims) for dims in (rc, rb))
     if sharding is not None and not few:
-        spec = [*sharding.spec, *[None] * (lhs.ndim + rhs.ndim)]
-        spec = [*spec[:at], None, *spec[at : after - 1], None, *spec[after - 1 :]]
-        spec = spec[: after + rhs.ndim - len(rc) - len(rb)]
-        sharding = sharding.update(spec=sharding.spec.update(partitions=tuple(spec)))
+        parts = [*sharding.spec, *[None] * (lhs.ndim + rhs.ndim)]
+        parts = [*parts[:at], None, *parts[at : after - 1], None, *parts[after - 1 :]]
+        parts = parts[: after + rhs.ndim - len(rc) - len(rb)]
+        sharding = sharding.update(spec=sharding.spec.update(partitions=tuple(parts)))
     made = lax.dot_general(
         lhs,
         rhs,
@@ -275,8 +265,8 @@ def row_by_row(
     )
     if single:
         made = lax.reshape(made[:, :1], (*[1] * (1 + len(lf)), *made.shape[2:]))
-    made = lax.optimization_barrier(made) if out == "float32" else made
-    return lax.convert_element_type(lax.squeeze(made, units), out)
+    made = lax.optimization_barrier(made) if spec.out == "float32" else made
+    return lax.convert_element_type(lax.squeeze(made, units), spec.out)
 
 
 # Up to so many rows, to copy the other operand costs as much as to multiply by it. Measured at 1 to
@@ -299,17 +289,15 @@ def free_sizes(
     return rows, columns
 
 
-def widened_or_few(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
-) -> jax.Array:
+def widened_or_few(*operands: jax.Array, spec: Contraction) -> jax.Array:
     """Widened, but where few rows meet a large operand, which is read low; see FORMS."""
     lhs, rhs, *_ = operands
-    if of.name == "dot_general" and rhs.size >= _LARGE:
-        contracted, both = dict(params)["dimension_numbers"]
+    if spec.of.name == "dot_general" and rhs.size >= _LARGE:
+        contracted, both = spec.params["dimension_numbers"]
         free = set(range(lhs.ndim)) - {*contracted[0], *both[0]}
         if prod(lhs.shape[d] for d in free) <= _FEW_OF_IT:
-            return row_by_row(*operands, of=of, params=params, run=run, out=out)
-    return widened(*operands, of=of, params=params, run=run, out=out)
+            return row_by_row(*operands, spec=spec)
+    return widened(*operands, spec=spec)
 
 
 # To read so many values takes longer than to multiply so many rows by them. Measured at 1 to 256
@@ -318,18 +306,15 @@ _LARGE = 2**16
 _FEW_OF_IT = 32
 
 
-def of_this_processor(
-    *operands: jax.Array, of: core.Primitive, params: Params, run: str, out: str
-) -> jax.Array:
+def of_this_processor(*operands: jax.Array, spec: Contraction) -> jax.Array:
     """The form for the CPU that this process runs on."""
     lhs, rhs, *_ = operands
     fast = not _MULTIPLY_BFLOAT16.isdisjoint(processor()[1] or ())
-    if of.name == "dot_general" and fast:
-        (contracted, _), (both, _) = dict(params)["dimension_numbers"]
+    if spec.of.name == "dot_general" and fast:
+        (contracted, _), (both, _) = spec.params["dimension_numbers"]
         twice = prod(lhs.shape[d] for d in (*contracted, *both))  # counted in both sizes
         fast = lhs.size * rhs.size > _TINY * twice
-    form = row_by_row if fast else widened_or_few
-    return form(*operands, of=of, params=params, run=run, out=out)
+    return (row_by_row if fast else widened_or_few)(*operands, spec=spec)
 
 
 # Of so few multiplications, laying out the operands takes longer than the faster kernel saves:
@@ -393,18 +378,13 @@ def low(x: Any, run: str) -> ShapedArray:
 
 @lru_cache(maxsize=1024)
 def transposed(
-    of: core.Primitive,
-    params: Params,
-    run: str,
-    moving: int,
-    aval: ShapedArray,
-    *avals: ShapedArray,
+    spec: Contraction, moving: int, aval: ShapedArray, *avals: ShapedArray
 ) -> ClosedProgram:
     """The transpose of a plain primitive: a program of the cotangent and the other operands."""
 
     def program(ct: jax.Array, *rest: jax.Array) -> jax.Array:
         def linear(x: jax.Array) -> jax.Array:
-            return _plain(of, params, run)(*rest[:moving], x, *rest[moving:])
+            return spec.plain(*rest[:moving], x, *rest[moving:], dtype=spec.run)
 
         out: jax.Array
         (out,) = jax.linear_transpose(linear, aval)(ct)
@@ -414,24 +394,20 @@ def transposed(
 
 
 @lru_cache(maxsize=1024)
-def batched(
-    of: core.Primitive, params: Params, run: str, dims: tuple[object, ...], *avals: ShapedArray
-) -> ClosedProgram:
+def batched(spec: Contraction, dims: tuple[object, ...], *avals: ShapedArray) -> ClosedProgram:
     """The plain primitive over a batch, which comes out in front."""
-    return jax.make_jaxpr(jax.vmap(_plain(of, params, run), dims))(*avals)
-
-
-def _plain(of: core.Primitive, params: Params, run: str) -> Callable[..., jax.Array]:
-    """A product as JAX has it, all in one dtype."""
-    return partial(of.bind, **dict(params), preferred_element_type=np.dtype(run))
+    return jax.make_jaxpr(jax.vmap(partial(spec.plain, dtype=spec.run), dims))(*avals)
 
 
 def with_products(
-    closed: ClosedProgram, args: Sequence[Any], product: Callable[..., jax.Array], out: str
+    closed: ClosedProgram,
+    args: Sequence[Any],
+    spec: Contraction,
+    product: Callable[..., jax.Array] = contract,
 ) -> jax.Array:
     """The result of a program of one dtype, with each product in it replaced by one of ours.
 
-    `product` makes it from JAX's primitive, its operands and its parameters.
+    `product` makes it of the contraction that it is, in the dtypes of `spec`, and its operands.
     """
     eqns = compat.opened(closed)[0].eqns
     turned = set()  # results of products that were made the other way round
@@ -443,15 +419,15 @@ def with_products(
             if swapped := _swapped(eqn, eqns[at + 1] if at + 1 < len(eqns) else None):
                 params, values = {**params, **swapped}, values[::-1]
                 turned.add(eqn.outvars[0])
-            return [product(eqn.primitive, *values, params=params)]
+            return [product(spec_of(eqn.primitive, params, spec.run, spec.out), *values)]
         if name == "jit":
-            return [with_products(eqn.params["jaxpr"], values, product, out)]
+            return [with_products(eqn.params["jaxpr"], values, spec, product)]
         if name == "convert_element_type" or (name == "transpose" and eqn.invars[0] in turned):
             return values
         return compat.put(eqn.primitive, values, eqn.params)
 
     (result,) = interpreted(closed, args, equation)
-    return lax.convert_element_type(result, out)
+    return lax.convert_element_type(result, spec.out)
 
 
 def _swapped(eqn: Equation, after: Equation | None) -> dict[str, object] | None:

@@ -20,7 +20,7 @@ from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import fp8_contraction
-from polymp.backends.jax.autocast.contraction import contract
+from polymp.backends.jax.autocast.contraction import contract, spec_of
 from polymp.backends.jax.autocast.fp8_contraction import In8Bits, Shared, quantised_once
 from polymp.backends.jax.autocast.frame import Cast, Kind, Operand, Plan, Step, declared
 from polymp.backends.jax.compat import Atom, ClosedProgram, OpenProgram
@@ -53,7 +53,6 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
     env.update(zip(constvars, plan.jaxpr.consts, strict=True))
     env.update(zip(invars, args, strict=True))
     shared = _shared(plan)
-    record = decision_log.current()
 
     def read(operand: Operand) -> object:
         if type(operand) is not Cast:
@@ -66,8 +65,6 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
         casts = made.setdefault(atom, {})
         if dtype not in casts:
             casts[dtype] = cast(env[atom], dtype)
-        elif record is not None:
-            record.spared(step, "shared")
         return casts[dtype]
 
     outer, here = source_info_util.current_name_stack(), compat.equation_context()
@@ -88,9 +85,6 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
                     forms[form] = quantised_once(values[place], *form[1:], differentiated=False)
                 values[place] = Shared(values[place], forms[form])
             outs = _step(step, values)
-        if record is not None and step.kind is Kind.CAST:
-            if eqn.invars[0].aval.dtype != eqn.outvars[0].aval.dtype:
-                record.spared(step, "cancelled")
         env.update(zip(eqn.outvars, outs, strict=True))
         for atom in eqn.invars if last else ():
             if type(atom) is not Literal and last[atom] == at:
@@ -136,13 +130,15 @@ def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
 
 def _contracted(step: Step, *values: Any) -> object:
     """The sum of products of a step, in low numbers or in 8 bits."""
-    (out,), params, how = step.writes, step.eqn.params, step.in_8_bits
+    (out,), eqn, how = step.writes, step.eqn, step.in_8_bits
     assert step.low is not None
     assert out is not None, "a contraction has a float result"
-    if how is not None:
-        lhs, rhs = values
-        return fp8_contraction.contract_in_8_bits(lhs, rhs, params, how, step.low, out)
-    return contract(step.eqn.primitive, *values, params=params, run=step.low, out=out)
+    if how is None:
+        return contract(spec_of(eqn.primitive, eqn.params, step.low, out), *values)
+    lhs, rhs = values
+    params = {**eqn.params, "precision": None}
+    spec = spec_of(eqn.primitive, params, step.low, out)
+    return fp8_contraction.contract_in_8_bits(spec, lhs, rhs, how)
 
 
 def _picked(step: Step, values: Sequence[object]) -> Sequence[object]:

@@ -26,7 +26,7 @@ from polymp import fp8
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import largest_magnitude
 from polymp.backends.jax.autocast import contraction as programs
-from polymp.backends.jax.autocast.contraction import Params, contract
+from polymp.backends.jax.autocast.contraction import Contraction, contract
 from polymp.dtypes import FORMATS
 from polymp.fp8 import (
     ACTIVATION,
@@ -281,40 +281,29 @@ mlir.register_lowering(fp8_quantise_p, mlir.lower_fun(_quantise, multiple_result
 fp8_contraction_p: core.Primitive = core.Primitive("polymp_fp8_contraction")
 
 
-def contract_in_8_bits(
-    lhs: Value, rhs: Value, params: Mapping[str, Any], how: In8Bits, run: str, out: str
-) -> jax.Array:
+def contract_in_8_bits(spec: Contraction, lhs: Value, rhs: Value, how: In8Bits) -> jax.Array:
     """`dot_general(lhs, rhs)` of operands in 8 bits, added up in float32."""
     flat, how = flattened(lhs, rhs, how)
-    names = ("dimension_numbers", "out_sharding")
-    kept = tuple(sorted({"precision": None, **{name: params[name] for name in names}}.items()))
-    made: jax.Array = fp8_contraction_p.bind(
-        *compat.varying_alike(*flat), of=lax.dot_general_p, params=kept, how=how, run=run, out=out
-    )
+    operands = compat.varying_alike(*flat)
+    made: jax.Array = fp8_contraction_p.bind(*operands, spec=spec, how=how)
     return made
 
 
 def _jvp(
-    primals: Sequence[jax.Array],
-    tangents: Sequence[Any],
-    of: core.Primitive,
-    params: Params,
-    how: In8Bits,
-    run: str,
-    out: str,
+    primals: Sequence[jax.Array], tangents: Sequence[Any], spec: Contraction, how: In8Bits
 ) -> tuple[jax.Array, object]:
-    operands, own = operands_of(primals, how), dict(params)
+    operands, own = operands_of(primals, how), spec.params
     saved = list(operands)
     for at, x in enumerate(operands):
         moves = type(tangents[1 - at]) is not ad.Zero
         if moves and not isinstance(x, Quantised):
-            saved[at] = _saved(x, at, own, how, run)
+            saved[at] = _saved(x, at, spec, how)
             if isinstance(x, Shared):
                 continue
             axes = how.axes(at, main(x).ndim, own["dimension_numbers"][0][at])
             if isinstance(saved[at], Quantised) and _is_along(saved[at], axes):
                 operands[at] = saved[at]  # what this product takes, too
-    made = contract_in_8_bits(operands[0], operands[1], own, how, run, out)
+    made = contract_in_8_bits(spec, operands[0], operands[1], how)
     parts = []
     for at, moved in enumerate(tangents[:2]):
         if type(moved) is ad.Zero:
@@ -323,9 +312,9 @@ def _jvp(
             moved = _through_bfloat16(moved)
         lhs, rhs = (moved, saved[1]) if at == 0 else (saved[0], moved)
         if how.rules.weight_gradient_high and how.both[at].role == WEIGHT:
-            parts.append(contract(of, lhs, rhs, params=own, run=run, out=out))
+            parts.append(contract(spec, lhs, rhs))
         else:
-            parts.append(contract_in_8_bits(lhs, rhs, own, how, run, out))
+            parts.append(contract_in_8_bits(spec, lhs, rhs, how))
     return made, programs.tangent(made, parts)
 
 
@@ -339,23 +328,21 @@ def _through_bfloat16(tangent: jax.Array) -> jax.Array:
 
 
 def _saved(
-    x: jax.Array | Shared, at: int, params: Mapping[str, Any], how: In8Bits, run: str
+    x: jax.Array | Shared, at: int, spec: Contraction, how: In8Bits
 ) -> jax.Array | Quantised:
     """An operand as it is saved for the product with the gradient."""
     part, moving, wide = how.both[at], how.both[1 - at], main(x)
     if part.given:
         return wide
     if how.rules.weight_gradient_high and moving.role == WEIGHT:
-        return lax.convert_element_type(wide, run)
-    axes = how.axes_when_saved(at, wide.ndim, params)
+        return lax.convert_element_type(wide, spec.run)
+    axes = how.axes_when_saved(at, wide.ndim, spec.params)
     if isinstance(x, Shared) and _is_along(x.low, axes):
         return x.low
     return quantised_once(wide, how.recipe, part.role, axes)
 
 
-def _transpose(
-    ct: object, *flat: Any, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
-) -> list[object]:
+def _transpose(ct: object, *flat: Any, spec: Contraction, how: In8Bits) -> list[object]:
     moving = 0 if ad.is_undefined_primal(flat[0]) else 1
     aval = flat[moving].aval
     grads: list[object] = [None] * len(flat)
@@ -365,31 +352,25 @@ def _transpose(
     other, part = operands_of(flat, how)[1 - moving], how.both[1 - moving]
     of_ct = Part(how.role_of_result)
     wide = main(other)
-    avals = [programs.low(x, run) for x in (aval, ct, wide)]
-    program = programs.transposed(of, params, run, moving, *avals)
+    avals = [programs.low(x, spec.run) for x in (aval, ct, wide)]
+    program = programs.transposed(spec, moving, *avals)
 
-    def product(_: core.Primitive, *values: jax.Array, params: Mapping[str, object]) -> jax.Array:
+    def product(spec: Contraction, *values: jax.Array) -> jax.Array:
         (lhs, left), (rhs, right) = ((x, of_ct) if x is ct else (other, part) for x in values)
-        own = how._replace(both=(left, right))
-        return contract_in_8_bits(lhs, rhs, params, own, run, aval.dtype.name)
+        return contract_in_8_bits(spec, lhs, rhs, how._replace(both=(left, right)))
 
-    grads[moving] = programs.with_products(program, (ct, wide), product, aval.dtype.name)
+    own = spec._replace(out=aval.dtype.name)
+    grads[moving] = programs.with_products(program, (ct, wide), own, product)
     return grads
 
 
 def _batch(
-    flat: Sequence[jax.Array],
-    dims: Sequence[int | None],
-    of: core.Primitive,
-    params: Params,
-    how: In8Bits,
-    run: str,
-    out: str,
+    flat: Sequence[jax.Array], dims: Sequence[int | None], spec: Contraction, how: In8Bits
 ) -> tuple[jax.Array, int]:
     """Under vmap a product runs by rule `lower`, as in torch."""
 
     def lowered(*flat: jax.Array) -> jax.Array:
-        return contract(of, *_wide(flat, how, run), params=dict(params), run=run, out=out)
+        return contract(spec, *_wide(flat, how, spec.run))
 
     return jax.vmap(lowered, tuple(dims))(*flat), 0
 
@@ -410,23 +391,21 @@ batching.primitive_batchers[fp8_contraction_p] = _batch
 compat.remat_rules[fp8_contraction_p] = programs.remat_rule
 
 
-def product(
-    *flat: jax.Array, of: core.Primitive, params: Params, how: In8Bits, run: str, out: str
-) -> jax.Array:
+def product(*flat: jax.Array, spec: Contraction, how: In8Bits) -> jax.Array:
     """The product of quantised operands, and of those that are quantised here.
 
     On GPUs this is the direct form of XLA's fp8 gemm. On an H100, jax 0.11.2 ran it in 8 bits, and
     in 16 where operands are cast up and scaled before: benchmarks/results/FIGURES.md, "Products of
     8-bit operands". Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param.
     """
-    operands, own = operands_of(flat, how), dict(params)
+    operands, own = operands_of(flat, how), spec.params
     (lc, rc), _ = own["dimension_numbers"]
     pairs = zip(operands, (lc, rc), strict=True)
     scales = [(x.scale, summed) for x, summed in pairs if isinstance(x, Quantised)]
     if any(scale.shape[d] != 1 for scale, summed in scales for d in summed):
         # Forward mode meets an operand that was quantised for the backward product, which sums
         # over other dimensions: its scales differ along those of this one.
-        return contract(of, *_wide(flat, how, run), params=own, run=run, out=out)
+        return contract(spec, *_wide(flat, how, spec.run))
     lhs, rhs = (_in_8_bits(x, at, own, how) for at, x in enumerate(operands))
     # XLA's gemm adds up fast, with fewer digits, unless it is asked not to. As torchao's recipes
     # have it, results do, and gradients do not.
@@ -441,7 +420,7 @@ def product(
     )
     made = made * _over_result(fp8.inverse(lhs.scale), lc, 0, rhs.values.ndim - len(rc))
     made = made * _over_result(fp8.inverse(rhs.scale), rc, lhs.values.ndim - len(lc), 0)
-    return lax.convert_element_type(made, out)
+    return lax.convert_element_type(made, spec.out)
 
 
 mlir.register_lowering(fp8_contraction_p, mlir.lower_fun(product, multiple_results=False))

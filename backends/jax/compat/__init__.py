@@ -411,11 +411,6 @@ def frames(traceback: Any) -> Frames:
     return Frames((), ()) if traceback is None else Frames(*traceback.raw_frames())
 
 
-def where_written(eqn: Equation) -> str:
-    """File, line and function of an equation, as its author would look for it. Since jax 0.3."""
-    return _source_info.summarize(eqn.source_info)
-
-
 # Programs as MLIR, while they are lowered.
 
 

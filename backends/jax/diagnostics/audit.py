@@ -416,22 +416,23 @@ def nodes_of(
         numbers = {x for _, x in event.numbers if rounded(x, event.dtype) is not None}
         nodes.append(
             Node(
-                (*event.inputs, *event.later),
-                bad,
-                event.dtype,
-                burst,
-                vanished,
-                tuple(sorted(numbers)) if ones or vanished > 0 else (),
-                next((spoiled[at] for at in event.outside if at in spoiled), ""),
-                event.given,
-                bool(event.dtype),
-                name == "is_finite",
-                name == "convert_element_type",
-                event.site.scans,
-                first,
-                op,
-                at in program.late,
-                ones,
+                inputs=(*event.inputs, *event.later),
+                bad=bad,
+                run=event.dtype,
+                burst=burst,
+                tried=bool(fact.lost.size) or event.dtype != "float16",
+                vanished=vanished,
+                numbers=tuple(sorted(numbers)) if ones or vanished > 0 else (),
+                spoiled=next((spoiled[at] for at in event.outside if at in spoiled), ""),
+                given=event.given,
+                value=bool(event.dtype),
+                asks=name == "is_finite",
+                cast=name == "convert_element_type",
+                loops=event.site.scans,
+                first=first,
+                op=op,
+                late=at in program.late,
+                ones=ones,
                 # A loss is returned; the largest of a mask, which is one number, too, is not.
                 single=at in returned and event.site.eqn.outvars[0].aval.shape == (),
                 call=program.of_event.get(event.site.key),
@@ -468,15 +469,13 @@ def fault(
     eqn = event.site.eqn
     by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
     if any(by) and kind in ("overflow", "operation"):
-        given = (float(facts[at].peak.max()) for at in event.inputs)
-        largest = max(filter(math.isfinite, given), default=0.0)
         lost = ""
         if optimizer := _without_eps(program, event):
             zero = "is 0" if event.dtype not in LOW else f"is zero in {event.dtype}"
             kind, why = "number", f"{NO_EPS} in {event.dtype}"
             lost = f"{optimizer}'s eps {zero}"
         call = call._replace(direction=UPDATE)
-        remedy = of_optimizer("jax", kind, event.dtype, largest, lost)
+        remedy = of_optimizer("jax", kind, event.dtype, lost)
     became, _ = _bad(facts[found.first])
     beside = other if found.first != found.node else None
     made = Fault.of(call, (kind, why), event.dtype, operands, became, beside)

@@ -138,10 +138,6 @@ class Catch(CaughtStep[P, R]):
         good = {made: before[0][at] for made, at in self._fed.items()}
         return jax.tree.unflatten(tree, [good.get(at, leaf) for at, leaf in enumerate(leaves)])
 
-    def _other_checks(self) -> str:
-        only = f"so that only the state is checked, every {self._every} calls"
-        return f"a float with one element, {only}"
-
     def _bad_state(self) -> bool:
         returned, tree = self._results.alive(), self._calls[-1].tree
         places = {at: Made(made) for made, at in self._fed.items() if made in returned}
@@ -181,7 +177,7 @@ class Catch(CaughtStep[P, R]):
     def _first_bad(self) -> tuple[BadStep, Any]:
         given = (leaf for call in self._calls[1:] for leaf in call.leaves)
         if any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
-            return self._no_step((), _DONATED), None
+            return self._by_losses(_DONATED), None
         return super()._first_bad()
 
     def _repeated(self) -> Iterator[Repeated]:

@@ -14,7 +14,7 @@ import numpy as np
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import count_of, is_symbol
 from polymp.backends.jax.autocast.api import PolicyLike, autocast
-from polymp.backends.jax.autocast.fp8_contraction import IN_8_BITS, In8Bits
+from polymp.backends.jax.autocast.fp8_contraction import In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.autocast.known_functions import LAYOUT, OURS, spelling
 from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
@@ -27,10 +27,9 @@ from polymp.backends.jax.diagnostics.traced_call import (
     op_named,
     planned_call,
     scope_in,
-    source,
     traced,
 )
-from polymp.backends.jax.jaxprs import Walk
+from polymp.backends.jax.jaxprs import Walk, source
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.call_record import FORWARD, Call
 from polymp.diagnostics.report import Report
@@ -118,17 +117,13 @@ def with_sites(
             groups.append(group)
         group.append(site)
     kept = _Kept(closed).bytes
-    seen: set[str] = set()
     for sites in groups:
         call = record.calls.get(sites[0].scope.call)
         if call is not None and call.recipe and _is_batched(sites):
             call = call._replace(recipe="", fallback="it runs under a vmap around the region")
             record.calls[sites[0].scope.call] = call  # and so does its gradient
         computes = any(_computes(site.eqn, of) for site in sites)
-        if call is None or computes or call.saved or call.fallback:
-            if call is not None and sites[0].scope.call in seen:
-                call = call._replace(saved=())
-            seen.add(sites[0].scope.call)
+        if call is None or computes or call.fallback:
             yield _call(sites, call, kept), sites
 
 
@@ -190,7 +185,6 @@ def _call(
         work += own * site.times
     spelled = spelled or spelling(first.eqn)
     call = planned or planned_call(op_named(spelled), spelled)
-    sizes = [(float_dtype(v), kept.get((s.parent, v), 0)) for s in sites for v in s.eqn.outvars]
     return call._replace(
         module=module_of(sites),
         source=source(first.written),
@@ -200,11 +194,10 @@ def _call(
         outputs=outputs,
         casts=casts,
         cast_bytes=cast_bytes,
-        saved=(*call.saved, ("hoisted", hoisted)) if hoisted else call.saved,
+        saved=(("hoisted", hoisted),) if hoisted else (),
         flops=work,
-        kept=sum(size for dtype, size in sizes if dtype == "float32"),
+        kept=sum(kept.get((site.parent, v), 0) for site in sites for v in site.eqn.outvars),
         times=first.times,
-        kept_fp8=sum(size for dtype, size in sizes if dtype != "float32"),
     )
 
 
@@ -213,7 +206,7 @@ def _cast_inside(eqn: Equation) -> Iterator[tuple[Atom, str]]:
     if eqn.primitive.name not in OURS:
         return
     how: In8Bits | None = eqn.params.get("how")
-    taken = [(eqn.params["run"], False)] * 2
+    taken = [(eqn.params["spec"].run, False)] * 2
     if how is not None:  # some come in these dtypes as well
         taken = [(how.rules.format_of(part.role), part.shared) for part in how.both]
     for v, (dtype, ready) in zip(eqn.invars, taken, strict=False):
@@ -236,7 +229,7 @@ def _dtypes(variables: Sequence[Atom]) -> tuple[str, ...]:
 def _run(eqn: Equation) -> tuple[str, ...]:
     if eqn.primitive.name in OURS:
         how: In8Bits | None = eqn.params.get("how")
-        return (eqn.params["run"] if how is None else how.format,)
+        return (eqn.params["spec"].run if how is None else how.format,)
     return _dtypes([v for v in eqn.invars if not hasattr(v, "val")]) or _dtypes(eqn.outvars)
 
 
@@ -288,7 +281,7 @@ _Maker = _Variable | None
 
 
 class _Kept(Walk[_Maker, _Place]):
-    """Finds the float32 and 8-bit values that forward equations make and others read.
+    """Finds the float32 values that forward equations make and others read.
 
     The fact about a value is the variable that it is of the equation that makes it, inside of
     calls, loops and branches; of several, the innermost and first.
@@ -319,8 +312,10 @@ class _Kept(Walk[_Maker, _Place]):
 
     def leaf(self, eqn: Equation, values: list[_Maker], around: _Place) -> Sequence[_Maker]:
         scope, place = scope_in(around[0], eqn.source_info.name_stack), around[1]
-        own = IN_8_BITS | {"float32"} if scope.direction == FORWARD else frozenset()
-        return [(place, v) if float_dtype(v) in own else None for v in eqn.outvars]
+        forward = scope.direction == FORWARD
+        return [
+            (place, v) if forward and float_dtype(v) == "float32" else None for v in eqn.outvars
+        ]
 
 
 # FLOPs of products and convolutions, from their shapes; a multiply-add is two.
@@ -330,7 +325,7 @@ def flops(eqn: Equation) -> int:
     """FLOPs of an equation; 0 of any but a product or a convolution."""
     name, params = eqn.primitive.name, eqn.params
     if name in OURS:
-        name, params = params["of"].name, dict(params["params"])
+        name, params = params["spec"].of.name, params["spec"].params
     if name == "dot_general":
         (contracted, _), _ = params["dimension_numbers"]
         shape = eqn.invars[0].aval.shape

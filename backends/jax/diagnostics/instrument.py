@@ -24,6 +24,7 @@ from jax import lax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, largest_magnitude
+from polymp.backends.jax.autocast.contraction import Contraction
 from polymp.backends.jax.autocast.evaluate import update_in
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, FREE, LAYOUT, OURS
 from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
@@ -541,8 +542,8 @@ def wider(x: jax.Array) -> jax.Array:
 
 
 def _wider_param(value: object) -> object:
-    if isinstance(value, str):
-        return "float32" if value in ("float16", "bfloat16") else value
+    if isinstance(value, Contraction):
+        return value._replace(run="float32", out="float32")
     return np.dtype(np.float32) if isinstance(value, np.dtype) and value in _LOW else value
 
 

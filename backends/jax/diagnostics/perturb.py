@@ -411,7 +411,7 @@ def _parts(eqn: Equation, out: Any) -> tuple[float, float, float]:
 
 def _primitive(eqn: Equation) -> str:
     """The name of its primitive, or of the one that it stands for."""
-    name: str = eqn.params["of"].name if eqn.primitive.name in OURS else eqn.primitive.name
+    name: str = eqn.params["spec"].of.name if eqn.primitive.name in OURS else eqn.primitive.name
     return name
 
 
@@ -473,7 +473,8 @@ def _added(eqn: Equation, values: Sequence[jax.Array]) -> jax.Array:
     of, params = eqn.primitive, eqn.params
     if "how" in params and of.name in OURS:  # in 8 bits: the product that it stands for
         values = [as_wide(x) for x in operands_of(values, params["how"])]
-        of, params = params["of"], {**dict(params["params"]), "preferred_element_type": None}
+        spec = params["spec"]
+        of, params = spec.of, {**spec.params, "preferred_element_type": None}
     # Shares of the largest: a square of a float16 number may be beyond its range.
     largest = [jnp.maximum(_magnitude(v).max(), np.finfo(np.float32).tiny) for v in values]
     shares = [_magnitude(v) / most for v, most in zip(values, largest, strict=True)]

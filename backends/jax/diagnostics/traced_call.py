@@ -9,11 +9,9 @@ import inspect
 import itertools
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, lru_cache
-from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -27,7 +25,7 @@ from polymp.backends.jax.autocast.frame import Cast, Step
 from polymp.backends.jax.autocast.function_calls import FunctionCall
 from polymp.backends.jax.autocast.known_functions import op_of, spelling
 from polymp.backends.jax.compat import Atom, ClosedProgram, Equation, NameStack
-from polymp.backends.jax.jaxprs import Walk, inside
+from polymp.backends.jax.jaxprs import LIBRARIES, Walk, inside
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import grad_scaler, optimizer_step, tree_math
 from polymp.diagnostics.bad_step import NoBlock
@@ -42,7 +40,7 @@ class Record(decision_log.Recorder):
 
     def __init__(self) -> None:
         super().__init__()
-        # By name, what a plan knows of a call: its op, its row, the casts that were spared.
+        # By name, what a plan knows of a call: its op and its row.
         self.calls: dict[str, Call] = {}
         # Likewise its operands, by place, that are numbers which a low dtype makes 0 or 1.
         self.numbers: dict[str, tuple[tuple[int, float], ...]] = {}
@@ -70,12 +68,6 @@ class Record(decision_log.Recorder):
             if type(o) is Cast and o.number is not None and rounded(o.number, o.dtype) is not None
         )
         return name
-
-    def spared(self, what: Step, why: str) -> None:
-        for name in compat.scope_names(what.stack):
-            if name in self.calls:
-                saved = Counter(dict(self.calls[name].saved)) + Counter([why])
-                self.calls[name] = self.calls[name]._replace(saved=tuple(saved.items()))
 
 
 def planned_call(
@@ -249,27 +241,10 @@ _PATH = re.compile(r"[\w./\[\]-]+")
 
 
 @cache
-def source(traceback: object) -> str:
-    """File and line of the innermost code that is not a library's: "train.py:12"; "" if none."""
-    for code, offset in zip(*compat.frames(traceback), strict=True):
-        if not code_origin.is_library(code.co_filename, *_LIBRARIES):
-            return f"{Path(code.co_filename).name}:{_line(code, offset)}"
-    return ""
-
-
-@cache
 def function_of(traceback: object) -> str:
     """The outermost function of jax.numpy that an equation was traced in: "take"; "" if none."""
     inside = [c for c in compat.frames(traceback).codes if _NUMPY in c.co_filename]
     return next((c.co_name.lstrip("_") for c in reversed(inside) if c.co_name.isidentifier()), "")
-
-
-@cache
-def _line(code: CodeType, offset: int) -> int:
-    for start, end, line in code.co_lines():
-        if start <= offset < end and line is not None:
-            return line
-    return code.co_firstlineno
 
 
 def is_library(closed: ClosedProgram) -> bool:
@@ -277,7 +252,7 @@ def is_library(closed: ClosedProgram) -> bool:
     filename, _, _ = compat.traced_from(closed)
     if filename is None or code_origin.is_ours(filename):
         return False  # what is rewritten keeps the lines that it was written in
-    return code_origin.is_library(filename, *_LIBRARIES)
+    return code_origin.is_library(filename, *LIBRARIES)
 
 
 @cache
@@ -287,7 +262,7 @@ def _is_of_user(traceback: object, filename: str | None, line: int | None) -> bo
     Such a function calls the user's: as what `equinox.filter_jit` or `flax.linen.scan` returns.
     """
     for code in compat.frames(traceback).codes:
-        if not code_origin.is_library(code.co_filename, *_LIBRARIES):
+        if not code_origin.is_library(code.co_filename, *LIBRARIES):
             return True
         if (code.co_filename, code.co_firstlineno) == (filename, line):
             return False
@@ -317,10 +292,6 @@ def optimizer_of(traceback: object) -> str:
 _OPTAX = f"{os.sep}optax{os.sep}_src{os.sep}"
 _SCALING = frozenset(module.__file__ for module in (grad_scaler, optimizer_step, tree_math))
 _NUMPY = f"{os.sep}_src{os.sep}numpy{os.sep}"
-
-
-# Whose lines say nothing of the user's program.
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "haiku", "equinox", "chex")
 
 
 # The equations of a program, each where it stands: its scopes, its loops, what it is inside of.

@@ -116,14 +116,8 @@ def pin(params: object, dtype: jax.typing.DTypeLike, paths: Sequence[str] = ("*"
     leaves = [path for path, leaf in _leaves(params) if is_float(leaf)]
     pinned: set[str] = set()
     for pattern in paths:
-        scopes.check(pattern, "pin()")
-        found = [path for path in leaves if scopes.depth(pattern, path)]
-        if not found:
-            raise PolicyError(
-                f"pin(): no float parameter at {pattern!r}. Paths are, for example, "
-                f"{', '.join(leaves[:3]) or 'none: the tree has no float leaves'}."
-            )
-        pinned.update(found)
+        none = "the tree has no float leaves."
+        pinned |= scopes.matching(pattern, leaves, "pin()", "float parameter", none)
     pins = Pins(full, tuple(sorted(pinned)))
     pins.check(params)
     return pins

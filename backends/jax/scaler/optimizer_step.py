@@ -33,11 +33,11 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, is_typed
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
-from polymp.backends.jax.jaxprs import inside
+from polymp.backends.jax.jaxprs import inside, where_written
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.scaler import tree_math
 from polymp.backends.jax.scaler.tree_math import shown_dtype
-from polymp.errors import ScalerWarning, UnscaledError
+from polymp.errors import ScalerWarning, UnscaledError, brief
 from polymp.scaling import ScaleRule, ScaleState
 
 T = TypeVar("T")
@@ -69,9 +69,11 @@ def step(
     loss: object,
 ) -> tuple[Any, ScaleState, jax.Array]:
     """`GradScaler.step` for a rule and a state; without a rule, gradients are the true ones."""
-    if not callable(new_state):
+    of_optax = str(getattr(new_state, "__module__", "")).startswith("optax.")
+    if not callable(new_state) or of_optax:
         raise TypeError(
-            f"step(grads, update, *state) needs a function for update, got {type(new_state)}."
+            "step(grads, update, *state) needs for update a function of the true gradients and the "
+            f"state that returns the new state, got {brief(new_state)}. {_WITH_OPTAX}"
         )
     kept, together = apart(state, tree_math.is_carried)
     fixed: dict[int, object] = {}  # Python numbers that come back as they are, such as a flag
@@ -103,6 +105,13 @@ def step(
     whole = together([fixed.get(at, x) for at, x in enumerate(result)])
     nnx.write_back(state, whole)
     return whole[0] if len(state) == 1 else whole, after, finite
+
+
+_WITH_OPTAX = (
+    "With an optimizer tx of optax, write def update(grads, params, opt_state): updates, opt_state "
+    "= tx.update(grads, opt_state, params); return optax.apply_updates(params, updates), opt_state "
+    "and scaler.step(grads, update, params, opt_state)."
+)
 
 
 def _either(
@@ -152,7 +161,7 @@ def check_replaces(old: tuple[object, ...], new: object) -> None:
     if given != returned:
         raise TypeError(
             f"update must return the state in the structure that it came in, {given}; "
-            f"it returned {returned}."
+            f"it returned {returned}. {_WITH_OPTAX}"
         )
     was = jax.tree_util.tree_leaves_with_path(old)
     for (path, x), y in zip(was, jax.tree.leaves(new), strict=True):
@@ -295,11 +304,10 @@ def expect_scaler(
     first = next(low, None)
     if first is None or any(scaled for _, scaled in backward):
         return True
-    where = f"{first.primitive.name} at {compat.where_written(first)}"
     said = (
-        f"gradients flow through float16 without a scaler, first in {where}: those below "
-        "2**-24 become 0 there. Differentiate scaler.scale(loss) and step with scaler.step, where "
-        "scaler is an enabled GradScaler; or compute in bfloat16, which needs none."
+        f"gradients flow through float16 without a scaler, first at {where_written(first)}: those "
+        "below 2**-24 become 0 there. Differentiate scaler.scale(loss) and step with scaler.step, "
+        "where scaler is an enabled GradScaler; or compute in bfloat16, which needs none."
     )
     if action == "raise":
         raise UnscaledError(said)
@@ -314,22 +322,15 @@ def _backward(
 
     Or reads what `scale` made of a cotangent, before the pass.
     """
-    made = set[Atom]()
+    made = set[Atom]()  # by `scale`, before the pass
     for eqn in compat.opened(closed)[0].eqns:
-        stack = eqn.source_info.name_stack
-        here = (
-            back or compat.in_backward(stack),
-            scaled or regions.SCALED in compat.scope_names(stack),
-        )
-        if here[0]:
-            here = (
-                True,
-                here[1] or any(type(v) is not core.Literal and v in made for v in eqn.invars),
-            )
-        elif here[1]:
+        stack, programs = eqn.source_info.name_stack, inside(eqn)
+        is_back = back or compat.in_backward(stack)
+        reads = any(type(v) is not core.Literal and v in made for v in eqn.invars)
+        is_scaled = scaled or regions.SCALED in compat.scope_names(stack) or (is_back and reads)
+        if is_scaled and not is_back:
             made.update(eqn.outvars)
-        programs = inside(eqn)
-        if here[0] and not programs:
-            yield eqn, here[1]
+        if is_back and not programs:
+            yield eqn, is_scaled
         for program in programs:
-            yield from _backward(program.closed, *here)
+            yield from _backward(program.closed, is_back, is_scaled)

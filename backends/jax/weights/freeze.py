@@ -18,10 +18,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_typed
+from polymp.backends.jax.arrays import Rest, apart, is_typed
 from polymp.backends.jax.autocast import known_functions, regions
 from polymp.backends.jax.autocast.api import (
-    ARRAY,
     AutocastFunction,
     PlannedCall,
     trace,
@@ -40,7 +39,7 @@ from polymp.backends.jax.autocast.frame import (
 )
 from polymp.backends.jax.autocast.function_calls import FUNCTION_CALL, FunctionCall
 from polymp.backends.jax.compat import Atom, Equation
-from polymp.backends.jax.jaxprs import RULED, Inner, inside
+from polymp.backends.jax.jaxprs import RULED, Inner, inside, where_written
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.modules.scoped import naming
 from polymp.errors import PolicyError
@@ -99,14 +98,12 @@ def freeze(
                 f"freeze(serve, params, ...): {paths[i]} is {low}, as it was stored "
                 "before. Pass the float32 parameters, from which both are made."
             )
-    flat, given_tree = jax.tree.flatten(((params, *args), kwargs))
-    statics = tuple(ARRAY if is_typed(x) else x for x in flat)
-    arrays = [leaf for leaf in flat if is_typed(leaf)]
+    arrays, rest = apart(((params, *args), kwargs), is_typed)
     places = {i: place for place, i in enumerate(typed)}  # among all arrays: the first of them
     others = before.kept if before else {}
     why = {i: _reason(leaves[i]) or others.get(paths[i]) for i in typed}
     with naming(regions.is_inside):
-        traced = trace(autocast.fn, autocast.region, given_tree, statics, arrays, {})
+        traced = trace(autocast.fn, autocast.region, arrays, rest, {})
     candidates = [places[i] for i, text in why.items() if text is None]
     found, wide = _decided(traced, candidates, autocast.region.dtype)
 
@@ -219,9 +216,8 @@ class Frozen:
         self,
         fn: Callable[..., object],
         region: Region,
-        tree: jax.tree_util.PyTreeDef,
-        statics: tuple[object, ...],
         arrays: Sequence[object],
+        rest: Rest[Any],
         kept: Plans,
     ) -> PlannedCall:
         """The function traced as if its parameters were float32, and planned for what they are."""
@@ -229,7 +225,7 @@ class Frozen:
         low = {place: path for place, path in enumerate(paths) if path in self.stored}
         wide = np.dtype("float32")
         avals = [jax.typeof(x).update(dtype=wide) if i in low else x for i, x in enumerate(arrays)]
-        traced = trace(fn, region, tree, statics, avals, kept)
+        traced = trace(fn, region, avals, rest, kept)
         lowered = plan_low(traced.plan, region.dtype, low)
         for i, read in lowered.wide.items():
             raise PolicyError(
@@ -452,7 +448,7 @@ class LowPlan:
     def inside(self, step: Step, whole: Inside, lows: list[Low]) -> tuple[Step, list[Low]]:
         """The same of a step with programs inside; what loops carry or branches give is wide."""
         eqn, name = step.eqn, step.eqn.primitive.name
-        programs, where = inside(eqn), compat.where_written(eqn)
+        programs, where = inside(eqn), where_written(eqn)
         if isinstance(eqn, FunctionCall):
             programs = [Inner(eqn, range(len(lows)))]
         if name in RULED:
@@ -487,7 +483,7 @@ class LowPlan:
 
     def reader(self, step: Step, dtype: str | None) -> str:
         """Who reads, in which dtype, and where it is written; as a clause."""
-        eqn, where = step.eqn, compat.where_written(step.eqn)
+        eqn, where = step.eqn, where_written(step.eqn)
         if eqn.primitive.name == "convert_element_type":
             return f"a cast to {eqn.params['new_dtype'].name} reads it ({where})"
         name = eqn.op if isinstance(eqn, FunctionCall) else eqn.primitive.name

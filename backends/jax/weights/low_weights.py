@@ -31,7 +31,6 @@ from polymp.backends.jax.autocast.api import transformed
 from polymp.backends.jax.modules import nnx
 from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.freeze import Frozen, autocast_function, freeze
-from polymp.errors import PolicyError
 from polymp.rules import scopes
 from polymp.weights import Mode, Verbs, key, random16, summary
 
@@ -279,12 +278,8 @@ class _LowWeights:
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = [leaf_path(path) for path, leaf in leaves if is_float(leaf)]
         for pattern in self.kept:
-            if not any(scopes.depth(pattern, path) for path in paths):
-                some = ", ".join(paths[:3]) or "none: the tree has no float arrays"
-                raise PolicyError(
-                    f"low_weights(): keep has {pattern!r}, which is the path of no float "
-                    f"parameter. Paths are, for example, {some}."
-                )
+            none, keep = "the tree has no float arrays.", "low_weights(): keep"
+            scopes.matching(pattern, paths, keep, "float parameter", none)
         made: P = self.each_low(lambda x: self.leaf.first(x)[0], params)
         return made
 

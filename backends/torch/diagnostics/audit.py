@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from polymp.backends.torch.compat import dispatcher
-from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, facts_of, numbers_in
+from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, Ran, numbers_in
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import (
     BinTable,
@@ -49,7 +48,7 @@ def audit(
 
     The steps compute the same bits as without. A step takes up to twice as long, more if its ops
     are tiny. The host reads nothing from the device before the block ends. Largest magnitudes,
-    Inf and NaN are of all values; shares are of up to 4,096 values of each tensor, spread evenly.
+    Inf and NaN are of all values; shares are of up to 2,048 values of each tensor, spread evenly.
 
     To tell values that float16 makes zero from zeros, a float16 op runs once more, in float32, on
     the same inputs, at one of sixteen calls at its site.
@@ -151,6 +150,8 @@ _ALWAYS = DIVIDING | SATURATING  # but of these ops each call
 class AuditValues(Values):
     """Counts the magnitudes of results and of gradients; reads nothing from the device."""
 
+    gradients = True
+
     def __init__(self, model: nn.Module | None, scaler: Any) -> None:
         super().__init__(model)
         self._model = model
@@ -162,10 +163,10 @@ class AuditValues(Values):
         # Of results, by backward pass and call site; of gradients, by pass and parameter.
         self.sites: dict[tuple[Any, ...], Tally] = {}
         self._made_at: dict[int, int] = {}  # by number of an event, that of a site
-        self.scales: list[Any] = [1.0]  # of each backward pass; the first for what is in none
-        self.passes: dict[int, int] = {}  # by number of the backward pass, its place in `scales`
+        self.passes: int = 0  # backward passes so far
+        self.scales: list[Any] = [1.0]  # of each of these; the first for what is in none
 
-    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+    def compares(self, event: Event) -> bool:
         if event.func is None:
             return True
         op_call = event.op_call
@@ -176,24 +177,25 @@ class AuditValues(Values):
         self._visits[site] += 1
         return self._visits[site] % _EVERY == 1 or op_call.op in _ALWAYS
 
-    def noted(self, event: Event, results: list[torch.Tensor], reads: list[torch.Tensor]) -> None:
-        self._pass()
+    def noted(self, ran: Ran, event: Event, results: list[torch.Tensor]) -> None:
         op_call, cast = event.op_call, event.func is None
         back, op, spelling = op_call.direction == BACKWARD, op_call.op, op_call.spelling
+        if back and not ran.gradient:
+            return  # such as the factor 2 * x in the backward of x**2
         if cast and back and event.run == "float16":  # where gradients vanish
             op, spelling = "to", "aten:_to_copy"
         elif op_call.place.updating or not results or cast:
             if cast and event.inputs and event.inputs[0] in self._made_at:
                 self._made_at[len(self.events)] = self._made_at[event.inputs[0]]
             return
-        elif event.func is not None and facts_of(event.func).copies_as not in ("", op_call.op):
+        elif ran.facts.copies_as not in ("", op_call.op):
             return  # on the way into a product
         key = (
-            self._scales_at if back else 0, op, spelling, op_call.place, op_call.direction,
+            len(self.scales) - 1 if back else 0, op, spelling, op_call.place, op_call.direction,
             op_call.region, op_call.row, event.run,
         )  # fmt: skip
         tally = self._tally(key, results[0])
-        for t, number in zip(results, event.ranges, strict=True):
+        for t, number in zip(results, event.ranges, strict=False):
             tally.add(t, number)
         if event.lost is not None:
             tally.lost.append(event.lost)
@@ -213,26 +215,22 @@ class AuditValues(Values):
 
     # Backward passes and gradients
 
-    _scales_at = 0
+    def knows(self, t: torch.Tensor) -> bool:
+        made = self._provenance.maker(t)
+        return self._provenance.has_read(t) if made is None else bool(self.events[made].reads)
 
-    def _pass(self) -> None:
-        """Note the scale of a backward pass when its first op is seen."""
-        task = dispatcher.backward_task()
-        if task is None:
-            return
-        if task not in self.passes:
-            scale = getattr(self._scaler, "_scale", None)
-            if isinstance(scale, torch.Tensor):  # else all passes are as one
-                self.scales.append(scale.detach().clone())
-            self.passes[task] = len(self.scales) - 1
-        self._scales_at = self.passes[task]
+    def backward_began(self) -> None:
+        self.passes += 1
+        scale = getattr(self._scaler, "_scale", None)
+        if isinstance(scale, torch.Tensor):  # else all passes are as one
+            self.scales.append(scale.detach().clone())
 
     def _gradient(self, name: str, p: torch.Tensor) -> None:
         if p.grad is None or not measurable(p.grad):
             return
         with Own(), torch.no_grad():
             of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
-            tally = self._tally((self._scales_at, *of), p.grad)
+            tally = self._tally((len(self.scales) - 1, *of), p.grad)
             tally.add(p.grad, self.ranges.add(p.grad))
 
     def begin(self) -> None:
@@ -250,7 +248,7 @@ def _fill(audit: Audit, seen: AuditValues) -> None:
     scales = [float(s) for s in seen.scales]
     audit.scale = scales[-1]
     audit.fault = seen.fault()  # first: it tells the infinities of masks from others
-    audit.steps = max(len(seen.passes), bool(seen.events))
+    audit.steps = max(seen.passes, bool(seen.events))
     rows = _measured(seen.sites, scales)
     audit.results = [m for m in rows if m.spelling]
     audit.gradients = [m for m in rows if not m.spelling]

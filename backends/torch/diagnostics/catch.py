@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 import numpy as np
 import torch
 from torch import distributed as dist
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -29,7 +30,6 @@ from polymp.backends.torch.snapshot import (
     Snapshot,
     TrainingObjects,
     own_modules,
-    stepping,
     training_objects,
 )
 from polymp.diagnostics.audit_records import Fault
@@ -313,22 +313,19 @@ class Catch(CaughtStep[P, R]):
         """
         steps: list[torch.optim.Optimizer] = []
 
-        def look(optimizer: torch.optim.Optimizer) -> None:
+        def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
             steps.append(optimizer)
             if not copy.scaled:
                 check(copy.gradients(optimizer))
 
-        with stepping(look):
+        hook = register_optimizer_step_pre_hook(look)
+        try:
             result = self._fn(*args, **kwargs)
+        finally:
+            hook.remove()
         if not (steps or copy.scaled):  # other code steps, after this call
             check(copy.gradients())
         return result, steps
-
-    def _other_checks(self) -> str:
-        by = ", by the scaler" if self._copy.scaled else ""
-        return (
-            f"so that only the gradients are checked{by}, and the weights every {self._every} calls"
-        )
 
     def _bad_state(self) -> bool:
         return any(map(bool, bad_by_device(self._copy.trained().values())))

@@ -19,6 +19,7 @@ from polymp.backends.torch.diagnostics.op_call import Ran, call_of
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.modules.scoped import scoped_anew
 from polymp.backends.torch.snapshot import training_objects
+from polymp.backends.torch.weights.freeze_usage import device_of
 from polymp.diagnostics.call_record import Call
 from polymp.diagnostics.report import Report
 from polymp.errors import brief
@@ -30,8 +31,8 @@ class _Kept(Subscriber):
     """Counts what is kept for backward."""
 
     def __init__(self) -> None:
-        # By storage: a reference to it, the node that saved it, its bytes, and if they are 8-bit.
-        self._saved: dict[int, tuple[Any, int, int, bool]] = {}
+        # By storage: a reference to it, the node that saved it, and its bytes.
+        self._saved: dict[int, tuple[Any, int, int]] = {}
         self._leaves: set[int] = set()
 
     def before(self, ran: Ran) -> None:
@@ -47,21 +48,17 @@ class _Kept(Subscriber):
         if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
             return
         key = modes.storage_key(t)
-        in_8_bits = t.is_floating_point() and t.itemsize == 1
-        if (t.dtype is torch.float32 or in_8_bits) and key and key not in self._saved:
+        if t.dtype is torch.float32 and key and key not in self._saved:
             reference = modes.storage_reference(t)  # so that the key is not another's meanwhile
             size = t.untyped_storage().nbytes()
-            self._saved[key] = reference, dispatcher.latest_node(), size, in_8_bits
+            self._saved[key] = reference, dispatcher.latest_node(), size
 
     def finished(self) -> list[Call]:
         """Return the calls, once the program has run."""
-        for key, (_, node, size, in_8_bits) in self._saved.items():
+        for key, (_, node, size) in self._saved.items():
             maker = self.stream.maker(node)
             if key not in self._leaves and maker is not None:
-                if in_8_bits:
-                    maker.kept_fp8 += size
-                else:
-                    maker.kept += size
+                maker.kept += size
         return [call_of(op_call) for op_call in self.stream.calls]
 
 
@@ -168,25 +165,16 @@ def open_region(
     low: torch.dtype | None,
     policy: PolicyLike | None,
     stack: ExitStack,
-) -> None:
-    """Open a region around a call, with the policy's rules by path for its modules."""
+) -> str:
+    """Open a region around a call, with the policy's rules by path; return its device type."""
+    fn, args, kwargs = call
+    models = training_objects(fn, [args, kwargs]).models
     if policy is not None:
         policy = loaded = policy_files.load(policy)
-        models = _models(call)
         if models or not loaded.scopes:  # else a region refuses it, and names `scoped`
             stack.enter_context(scoped_anew(models, loaded))
             policy = loaded.at("") if loaded.scopes else loaded
-    stack.enter_context(autocast(device_of(call), low, policy=policy))
-
-
-def _models(call: tuple[Any, Any, Any]) -> list[nn.Module]:
-    """Return the modules that a call works with."""
-    fn, args, kwargs = call
-    return training_objects(fn, [args, kwargs]).models
-
-
-def device_of(call: tuple[Any, Any, Any]) -> str:
-    """Return the device type of the tensors in a call; "cpu" if there are none."""
-    found = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
-    found += [p for model in _models(call) for p in model.parameters()]
-    return next((kind for t in found if (kind := t.device.type) != "cpu"), "cpu")
+    given = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+    device = device_of([*given, *(p for model in models for p in model.parameters())])
+    stack.enter_context(autocast(device, low, policy=policy))
+    return device

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.diagnostics.op_call import OpFacts, Ran, facts_of, numbers_in, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
-from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real, sample
+from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real
 from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import Snapshot
@@ -64,8 +64,9 @@ def locate(
 
     Raises:
         TypeError: `step_fn` is not callable, or `model` no module.
-        RuntimeError: the step talks to other ranks, and they did not all call `locate`. The step
-            is given up before it talks, so that the run can go on.
+        RuntimeError: the step reads an iterator that has ended; or it talks to other ranks, and
+            they did not all call `locate`. The step is given up before it talks, so that the run
+            can go on.
         Exception: any that the step raises, if no fault was found in the ops before it.
     """
     if not callable(step_fn):
@@ -88,11 +89,17 @@ def locate(
         with torch.random.fork_rng(range(torch.cuda.device_count())), stream:
             step_fn(*args, **kwargs)
         fault = values.fault()
-    except Exception:
+    except Exception as error:
         fault = values.fault()
-        if fault is None:
-            raise
-        return fault
+        if fault is not None:
+            return fault
+        if isinstance(error, StopIteration):
+            raise RuntimeError(
+                "locate(step_fn, *args) calls the step once more, and an iterator that it reads, "
+                "such as a data loader's, has ended. Give the step its batch as an argument: "
+                "locate(step_fn, batch)."
+            ) from error
+        raise
     finally:
         values.put_back()
     if fault is None:
@@ -114,7 +121,7 @@ class LocateValues(Values):
     def __init__(self, model: nn.Module | None, given: Sequence[Any] | None) -> None:
         super().__init__(model, given)
         self._meeting = _Meeting()
-        self._new: set[int] = set()  # keys of the memory that the step makes
+        self._new: set[int] = set()  # keys of memory that the step makes of no floats
         self._written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._keep_grads(model.parameters() if model is not None else ())  # may go before any op
@@ -138,7 +145,7 @@ class LocateValues(Values):
             self._meeting.wait(func.name())
         for t in dispatcher.written(func, args, kwargs) if facts.writes else ():
             key = 0 if modes.unwrapped_first([type(t)]) else modes.storage_key(t)
-            if key and key not in self._new and key not in self._written:
+            if key and key not in self._written and not self._is_own(t):
                 memory = t.untyped_storage()
                 self._written[key] = memory, _bytes(memory).clone()
 
@@ -148,23 +155,19 @@ class LocateValues(Values):
             if t.requires_grad and t.is_leaf:
                 self._grads.setdefault(id(t), (t, t.grad))
 
-    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        super().after(ran, result, made)
-        self._made((ran.args, ran.kwargs), result)
-
     def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
         super().unwatched(facts, given, result)
-        self._made(given, result)
-
-    def _made(self, given: object, result: object) -> None:
-        """Note the memory that an op has made."""
         made = {*map(modes.storage_key, tensors(result))}
         self._new |= made.difference(map(modes.storage_key, tensors(given)))
+
+    def _is_own(self, t: torch.Tensor) -> bool:
+        """Return whether the step made the memory of a tensor, or an op of it has written there."""
+        return modes.storage_key(t) in self._new or self._provenance.maker(t) is not None
 
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [(p, p.grad) for p in params if p.grad is not None]  # a fused step may scale them
-        old = [p for p, grad in grads if modes.storage_key(grad) not in self._new]
+        old = [p for p, grad in grads if not self._is_own(grad)]
         self._steps.append(Snapshot(params, grads=old, optimizers=[optimizer]))
         super().stepping(optimizer, closure)
 
@@ -184,19 +187,12 @@ class LocateValues(Values):
 
     # What it may be at fault for
 
-    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
-        # Else float16 has made no value Inf, and none of those that are compared zero or 1.
-        few = sample(results[0])
-        return not self._finite(event) or bool(((few == 0) | (few == 1)).any())
-
-    def noted(self, event: Event, results: list[torch.Tensor], reads: list[torch.Tensor]) -> None:
+    def noted(self, ran: Ran, event: Event, results: list[torch.Tensor]) -> None:
         lost = event.lost is not None and any(self.ranges.read([event.lost.both]))
-        writes = event.func is not None and facts_of(event.func).writes  # they have other values
-        if not writes and (lost or event.numbers or not self._finite(event)):
-            event.operands = tuple(map(_operand, reads))
-
-    def _finite(self, event: Event) -> bool:
-        return all(map(math.isfinite, self.ranges.read(event.ranges)))
+        finite = all(map(math.isfinite, self.ranges.read(event.ranges)))
+        writes = not ran.casts and ran.facts.writes  # what it read has other values now
+        if not writes and (lost or event.numbers or not finite):
+            event.operands = tuple(map(_operand, ran.reads))
 
 
 def _operand(t: torch.Tensor) -> torch.Tensor:

@@ -38,9 +38,7 @@ class CallSite(NamedTuple):
     recomputed: bool  # True inside the recomputation of a checkpoint
     updating: bool = False  # True inside an optimizer's step or a loss scaler
     compiled: bool = False  # True inside code that torch.compile has generated
-    # What FSDP2 sends: "all_gather", "reduce_scatter", or "". Casts that it makes for that run in
-    # its own functions, from hooks.
-    sends: str = ""
+    sends: bool = False  # True inside the functions of FSDP2 that send parameters and gradients
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +62,6 @@ class OpCall:
     saved: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
     flops: int = 0  # of products, convolutions and attention
     kept: int = 0  # bytes of float32 kept for backward
-    kept_fp8: int = 0  # bytes of 8-bit tensors kept for backward
     recipe: str = ""  # of a product in 8 bits, "" of others
     fallback: str = ""  # why a product with rule fp8 is not in 8 bits
     backward: "OpCall | None" = None  # the backward of this call, once a part of it has run
@@ -100,18 +97,6 @@ class OpCall:
         self.outputs = made or self.outputs
         self.ops += 1
 
-    def sent(self, reads: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Note tensors that FSDP copies into a buffer; where dtypes differ, that is a cast."""
-        sources = [t for t in reads if not any(t is target for target in into)]
-        if not sources or not into:
-            return
-        target = into[0]
-        self.inputs, self.run, self.outputs = dtypes(sources), dtypes([target]), dtypes([target])
-        for source in sources:
-            if source.dtype is not target.dtype:
-                self.casts += 1
-                self.cast_bytes += source.nbytes + source.numel() * target.element_size()
-
     def spared(self, given: Any) -> None:
         """Note casts of parameters that were not needed: it ran low, and none was made."""
         low = dtype_names.DTYPES.get(self.region)
@@ -145,7 +130,6 @@ def call_of(op_call: OpCall) -> Call:
         op_call.kept,
         recipe=op_call.recipe,
         fallback=op_call.fallback,
-        kept_fp8=op_call.kept_fp8,
     )
 
 
@@ -179,12 +163,14 @@ class Ran:
     op_call: OpCall  # the call that it is part of
     facts: OpFacts
     casts: bool  # True of a cast from one float dtype to another
+    gradient: bool = False  # True in a backward pass if it makes a gradient: see `GradientFlow`
 
     @property
     def into(self) -> list[torch.Tensor]:
         """The tensors that it writes into."""
-        written = dispatcher.written(self.func, self.args, self.kwargs)
-        return [*written] if self.facts.writes else []
+        if not self.facts.writes:
+            return []
+        return [*dispatcher.written(self.func, self.args, self.kwargs)]
 
 
 # Kinds of ops, by name and arguments: views, casts, ops of the vocabulary.
@@ -325,7 +311,7 @@ class CallSites:
         """Return the call site of a frame, from it and the frames that called it."""
         path: str | None = None
         module: nn.Module | None = None
-        source, sends, recomputed, updating, compiled, start = "", "", False, False, False, frame
+        source, recomputed, updating, compiled, sends, start = "", False, False, False, False, frame
         while frame is not None:
             code = frame.f_code
             if code is optimizers.MODULE_CALL:
@@ -336,7 +322,7 @@ class CallSites:
                 if kind == "user":
                     source = source or f"{_name(code.co_filename)}:{frame.f_lineno}"
                 elif kind == "fsdp":
-                    sends = sends or ("" if source else _SENDS.get(code.co_name, ""))
+                    sends |= not source and code.co_name in _SENDS
                 elif kind == "checkpoint":
                     recomputed |= code.co_name in _RECOMPUTES
                 elif kind == "compiled":
@@ -354,11 +340,7 @@ class CallSites:
 
 
 # The functions of FSDP2 that gather parameters, and the one that adds up gradients.
-_SENDS = {
-    "unshard": "all_gather",
-    "wait_for_unshard": "all_gather",
-    "foreach_reduce": "reduce_scatter",
-}
+_SENDS = frozenset({"unshard", "wait_for_unshard", "foreach_reduce"})
 
 
 # The functions of torch.utils.checkpoint that run a forward again.

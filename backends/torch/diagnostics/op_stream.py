@@ -8,9 +8,10 @@ The `Subscriber` of an `OpStream` hears of each; that of `audit` measures. Nothi
 runs.
 """
 
+import math
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from types import FrameType
@@ -58,6 +59,7 @@ class Subscriber:
 
     stream: "OpStream"
     measures = False  # True to hear of what has run, and of optimizers, too
+    gradients = False  # True to hear of backward passes, and which ops make gradients in them
 
     def begin(self) -> None:
         """Called when the stream begins; the stream is a stack for all that has to be left."""
@@ -82,11 +84,70 @@ class Subscriber:
         """Return whether to follow an op that reads no float: for a constant that it is given."""
         return False
 
+    def backward_began(self) -> None:
+        """Called when a backward pass has begun, as its first op is about to run."""
+
+    def knows(self, t: torch.Tensor) -> bool:
+        """Return whether an op has made a tensor of others, or read it, outside of that pass."""
+        return False
+
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Called before an optimizer steps, and whether it has a closure."""
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Called after it."""
+
+
+# Who wrote memory in a backward pass: the numbers of the pass and of the node.
+Writer = tuple[float, int]
+GRADIENT: Writer = (math.inf, 0)  # an op that made a gradient, in whatever pass
+_AGAIN: Writer = (-1, 0)  # the forward again, for the backward
+
+
+class GradientFlow:
+    """Tells the gradients of a backward pass from other values, such as the 2 * x of a square.
+
+    A gradient is what an op makes of one, what a node of the graph has from another node, and what
+    no op has made or read before: what the pass began with, or the work of kernels not seen here.
+    """
+
+    def __init__(self, hear: Subscriber) -> None:
+        self._hear = hear
+        self._newest = -1  # the number of the latest pass
+        self._written: dict[int, Writer] = {}  # by memory
+        self.over = False  # True once an op has run outside of it
+
+    def writer(self, ran: Ran) -> Writer:
+        """Return who writes the results of an op in a backward pass; `GRADIENT` if they are one."""
+        if ran.op_call.direction == RECOMPUTE:
+            return _AGAIN
+        here, gradient = self.here(), False
+        for t in ran.reads:
+            key = modes.storage_key(t)
+            by = self._written.get(key)
+            if by is None and not self._hear.knows(t):
+                by = self._written[key] = GRADIENT
+            # A pass inside of another one reads what its own forward made there: no gradient.
+            gradient |= by is not None and by != here and by[0] >= here[0]
+        return GRADIENT if gradient else here
+
+    def here(self) -> Writer:
+        """Return the pass and the node that run here."""
+        task, node = dispatcher.backward_task(), dispatcher.backward_node()
+        assert task is not None, "in a backward pass"
+        assert node is not None, "likewise"
+        if task > self._newest:
+            self._newest = task
+            if self.over:  # else it runs inside of the one before
+                self._written, self.over = {}, False
+            with Own():
+                self._hear.backward_began()
+        return task, node
+
+    def wrote(self, tensors: Iterable[torch.Tensor], by: Writer) -> None:
+        """Note who wrote tensors."""
+        for t in tensors:
+            self._written[modes.storage_key(t)] = by
 
 
 class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of ours
@@ -117,6 +178,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._mode = _Mode(self, compiled)
         self.hear: Subscriber = subscriber or Subscriber()
         self.hear.stream = self
+        self.flow = GradientFlow(self.hear) if self.hear.gradients else None
 
     def is_here(self) -> bool:
         """Return whether it follows the ops of this thread."""
@@ -174,9 +236,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         ):
             return self._open[-1]
         place, direction, origin = self.where(frame)
-        if place.sends:
-            spelling = f"aten:{func.name().removeprefix('aten::')}"
-            return self._noted(OpCall(place.sends, spelling, place, direction))
+        if place.sends:  # copies of FSDP's own
+            return self._alone(func, place, direction)
         if origin is None:
             return self._noted(self._alone(func, place, direction))
         if origin.backward is None:
@@ -201,8 +262,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         if origin is None:
             return place, BACKWARD, None
         if not place.source:
-            sends = place.sends
-            return origin.place._replace(sends=sends) if sends else origin.place, BACKWARD, origin
+            at = origin.place._replace(sends=True) if place.sends else origin.place
+            return at, BACKWARD, origin
         # The user's own backward, or a hook, in which ops are called as anywhere.
         return place._replace(module=place.module or origin.place.module), BACKWARD, None
 
@@ -229,12 +290,12 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
         """Note a view, before it is made: it is no call itself, but its backward may be one."""
-        node = dispatcher.latest_node()
+        # Without gradients a view has no node: the latest is that of the function that it is in.
+        node = dispatcher.latest_node() if torch.is_grad_enabled() else -1
         if node < self._first_node or node in self._of_node:
             return
         maker = self.hear.viewed(args)
-        # Without gradients a view has no node: the latest is that of the function that it is in.
-        if maker is None and self.counts and torch.is_grad_enabled():
+        if maker is None and self.counts:
             place, direction, _ = self.where(frame)
             maker = self._alone(func, place, direction)
         if maker is not None:
@@ -319,31 +380,39 @@ class _Mode(modes.OpMode):
         casts = facts.copies and is_cast(source, kwargs)
         reads = [source] if casts else stream.floats(*args, *kwargs.values())
         makes = facts.kind == "makes" or not reads
+        flow = stream.flow
         if makes and not hear.follows(func, args, kwargs):
             result = func(*args, **kwargs)
+            if flow is not None and dispatcher.backward_task() is not None:
+                flow.wrote(stream.floats(result), flow.here())
             if hear.measures:
                 with Own():
                     hear.unwatched(facts, (args, kwargs), result)
             return result
         op_call = stream.op_call(func, sys._getframe(1))
-        sends = op_call.place.sends
-        if not sends:
+        # In a backward pass, ops have nodes if it is differentiated itself.
+        grows = op_call.direction != BACKWARD or torch.is_grad_enabled()
+        if grows and not op_call.place.sends:
             stream.made_by(op_call)
-        if reads and op_call.inputs is None and not op_call.region and not sends:
+        if reads and op_call.inputs is None and not op_call.region:
             op_call.region = regions.low_dtype(reads[0].device.type)
         ran = Ran(func, args, kwargs, reads, op_call, facts, casts)
+        by = None
+        if flow is not None and op_call.direction != FORWARD:
+            by = flow.writer(ran)
+            ran.gradient = by is GRADIENT
+        elif flow is not None:
+            flow.over = True
         read = dtypes(reads) if stream.counts else ()  # before an op writes into one
         hear.before(ran)
         result = func(*args, **kwargs)
         made = stream.floats(result)
+        if flow is not None and by is not None:
+            flow.wrote(made or ran.into, by)
         if casts and stream.counts:
             op_call.cast(source, result)
         elif stream.counts:
             op_call.computed(func, args, kwargs, result, read, dtypes(made))
-        if sends and stream.counts and not casts:
-            op_call.sent(reads, float_tensors(*ran.into) or made)
-            if not op_call.casts:  # copied into a buffer, or sent
-                stream.calls.pop()
         if hear.measures:
             with Own():
                 hear.after(ran, result, made)

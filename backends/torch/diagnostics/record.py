@@ -217,6 +217,7 @@ class _Step(Subscriber):
     """Follows the ops of one step, and sums up their results."""
 
     measures = True
+    gradients = True
 
     def __init__(self, number: int, model: nn.Module | None, options: Options) -> None:
         self._number = number
@@ -320,7 +321,10 @@ class _Step(Subscriber):
         norm = self._probes.after(ran, result, made)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = _takes_lists(ran.func)
-        if results and not (lists or ran.facts.copies_as) and self._records(op_call):
+        # In a backward pass some make no gradient, such as the factor 2 * x of a square.
+        computes = op_call.direction != BACKWARD or ran.gradient
+        computes = computes and not (lists or ran.facts.copies_as)
+        if results and computes and self._records(op_call):
             makers: _Makers = (self._array_of(ran, result, results[0], norm),)
         else:
             makers = tuple(self._reads)
@@ -372,6 +376,9 @@ class _Step(Subscriber):
         for t in tensors(result):
             self._made(t, makers)
             self._probes.unmoved(t)
+
+    def knows(self, t: torch.Tensor) -> bool:
+        return bool(self._makers.get(modes.storage_key(t)))
 
     # Numbers
 

@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +53,7 @@ from polymp.diagnostics.magnitudes import BINS, SHIFT
 from polymp.dtypes import FORMATS
 
 # About so many values of a larger tensor are counted in bins, evenly spaced.
-SAMPLE = 4096
+SAMPLE = 2048
 
 
 def measurable(t: Any) -> bool:
@@ -171,18 +172,15 @@ class BinTable:
     """Counts of magnitudes by their bins, in a row for each that asks for one.
 
     Samples wait until there are many, and are counted together: an op on one of them takes longer
-    to call than to compute. They wait in memory that is used again.
+    to call than to compute.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._rows = 0
         self._counts: torch.Tensor | None = None
-        with torch.inference_mode(False):  # else no op outside of it could write these tensors
-            self._waiting = torch.empty(_TOGETHER, dtype=torch.float32, device=device)
-        self._end = 0  # of what waits
-        self._sizes: list[int] = []  # of the samples that wait
-        self._firsts: list[int] = []  # for each of them, where its row begins in the table
+        self._waiting: list[torch.Tensor] = []
+        self._firsts: list[int] = []  # for each of these, where its row begins in the table
 
     def new_row(self) -> int:
         """Return the number of a row that is not used yet."""
@@ -191,15 +189,10 @@ class BinTable:
 
     def add(self, row: int, t: torch.Tensor) -> None:
         """Count the magnitudes in a sample of a measurable tensor."""
-        some = sample(t)
-        size = some.numel()
-        if self._end + size > _TOGETHER:
-            self._count()
-        end = self._end + size
-        self._waiting[self._end : end].copy_(some)
-        self._sizes.append(size)
+        self._waiting.append(sample(t).to(self._device, torch.float32, copy=True))
         self._firsts.append(row * BINS)
-        self._end = end
+        if len(self._waiting) == _TOGETHER:
+            self._count()
 
     def _count(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -208,23 +201,21 @@ class BinTable:
                 self._counts = torch.zeros(rows, BINS, dtype=torch.int32, device=self._device)
                 if old is not None:
                     self._counts[: len(old)] = old
-            firsts = np.repeat(np.array(self._firsts, np.int32), self._sizes)
-            places = bins_of(self._waiting[: self._end])
+            firsts = np.repeat(np.array(self._firsts, np.int32), [*map(len, self._waiting)])
+            places = bins_of(torch.cat(self._waiting))
             places += torch.from_numpy(firsts).to(self._device, non_blocking=True)
             ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(places))
             self._counts.view(-1).index_add_(0, places, ones)  # bincount would wait
-        self._end = 0
-        self._sizes, self._firsts = [], []
+        self._waiting, self._firsts = [], []
 
     def read(self, row: int) -> tuple[int, ...]:
         """Return the counts in a row. Waits for the device."""
-        if self._end:
+        if self._waiting:
             self._count()
         return (0,) * BINS if self._counts is None else tuple(self._counts[row].tolist())
 
 
-# Values that are counted together: 1 MB.
-_TOGETHER = 2**17
+_TOGETHER = 64  # samples that are counted together
 
 
 # Dtype and shape of the float tensors that an op reads.
@@ -245,8 +236,6 @@ class Event:
     single: bool  # True if its result is one number
     given: bool = False  # True if a number among its arguments is not finite
     ranges: range = range(0)  # of its results, by their numbers in a `RangeTable`
-    # Of what it makes beside its first result, such as the maxima of aminmax.
-    beside: range = range(0)
     lost: Lost | None = None  # the values that float16 made Inf or zero; None if that is not known
     numbers: tuple[float, ...] = ()  # numbers in the program that its dtype made zero
     operands: tuple[torch.Tensor, ...] = ()  # measurements of `reads`, if they were made
@@ -301,6 +290,10 @@ class Provenance:
     def maker(self, t: torch.Tensor) -> int | None:
         """Return the event that made a tensor; None if none did."""
         return self._maker.get(modes.storage_key(t))
+
+    def has_read(self, t: torch.Tensor) -> bool:
+        """Return whether an op has read a tensor that none made."""
+        return modes.storage_key(t) in self._outside
 
     def made(self, t: torch.Tensor, event: int) -> None:
         """Note that an event made a tensor, or wrote into it."""
@@ -391,11 +384,11 @@ class Values(Subscriber):
 
     # To be overridden
 
-    def compares(self, event: Event, results: list[torch.Tensor]) -> bool:
+    def compares(self, event: Event) -> bool:
         """Return whether to compare an op in a low dtype with the same in float32."""
-        raise NotImplementedError
+        return True
 
-    def noted(self, event: Event, results: list[torch.Tensor], reads: list[torch.Tensor]) -> None:
+    def noted(self, ran: Ran, event: Event, results: list[torch.Tensor]) -> None:
         """Measure more of an op that has run."""
         raise NotImplementedError
 
@@ -417,11 +410,9 @@ class Values(Subscriber):
             return
         origins = self._origins
         results = [t for t in made if measurable(t)]
-        beside: list[torch.Tensor] = []
-        if op_call.direction != BACKWARD and not isinstance(result, list):
-            # Those of other shapes are statistics, such as the mean beside a norm.
-            beside = [t for t in results[1:] if t.shape == results[0].shape]
-            del results[1:]
+        several = op_call.direction == BACKWARD or isinstance(result, list)
+        if not several:  # those of other shapes are statistics, such as the mean beside a norm
+            results = [t for t in results if t.shape == results[0].shape]
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(reads)]
         single = ran.casts or (bool(results) and results[0].numel() == 1)
@@ -436,15 +427,14 @@ class Values(Subscriber):
         event = Event(op_call, origins, run, self._seen(reads), func, single, given)
         if not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
-        event.beside = self.ranges.add_each(beside)
         event.ranges = self.ranges.add_each(results)
         saturates = not ran.casts and op_call.op in SATURATING
         loses = run == "float16" or (run == "bfloat16" and saturates)
         compared = ran.casts or not op_call.place.updating
-        if results and loses and compared and self.compares(event, results):
+        if results and loses and compared and self.compares(event):
             if (wide := _wide(ran, results)) is not None:
                 event.lost = Lost.of(wide, results[0], self.ranges)
-        self.noted(event, results if reads else [], reads)
+        self.noted(ran, event, (results if several else results[:1]) if reads else [])
         self.events.append(event)
         for t in made:
             self._provenance.made(t, len(self.events) - 1)
@@ -504,7 +494,7 @@ class Values(Subscriber):
 
     def _first_fault(self, events: Sequence[Event]) -> Fault | None:
         """Return the fault of a run: where the first value that is not finite came from."""
-        bad = [_bad(self.ranges.read((*event.ranges, *event.beside))) for event in events]
+        bad = [_bad(self.ranges.read(event.ranges)) for event in events]
         if not any(bad):
             return None
         spoiled = self._provenance.spoiled()
@@ -514,7 +504,7 @@ class Values(Subscriber):
             finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
             ends, below = self.ranges.read(event.ranges), False
             if was == "NaN" and event.func is not None and dispatcher.writes(event.func):
-                finite = False  # of an op in place, which was not tried in float32, as sqrt_
+                finite = False  # of an op in place, such as sqrt_
             if event.lost is not None:
                 low, high = self.ranges.read([event.lost.wide])
                 finite, below = math.isfinite(low) and math.isfinite(high), high < 1
@@ -524,17 +514,18 @@ class Values(Subscriber):
             near = ((x, rounded(x, event.run)) for x in event.numbers)
             nodes.append(
                 Node(
-                    event.inputs,
-                    was,
-                    event.run,
-                    finite and bool(was),
-                    vanished,
-                    tuple(
+                    inputs=event.inputs,
+                    bad=was,
+                    run=event.run,
+                    burst=finite and bool(was),
+                    tried=event.lost is not None or event.run != "float16",
+                    vanished=vanished,
+                    numbers=tuple(
                         x for x, end in near if end is not None and min(ends) <= end <= max(ends)
                     ),
-                    next((spoiled[by] for by in event.origins if by in spoiled), ""),
-                    event.given or not event.reads,
-                    bool(event.ranges),
+                    spoiled=next((spoiled[by] for by in event.origins if by in spoiled), ""),
+                    given=event.given or not event.reads,
+                    value=bool(event.ranges),
                     cast=event.func is None,
                     op=event.op_call.op,
                     ones=below and max(ends) == 1 and not event.numbers,
@@ -633,25 +624,43 @@ class Update:
         provenance: Provenance,
     ) -> None:
         self.at = at  # how many events there were before
-        self._place, self._ranges = place, ranges
+        self._place, self._ranges, self._provenance = place, ranges, provenance
         self._kind = type(optimizer)
-        params = with_gradients(optimizer)
-        self._params = dict(zip(provenance.names_of(params), params, strict=True))
+        self._own = with_gradients(optimizer)
         self._dtypes: dict[str, torch.dtype] = {}
-        grads = {f"{name}.grad": p.grad for name, p in self._params.items() if p.grad is not None}
-        self._read = self._measured(self._state(optimizer) | grads)
-        self._wrote: Ranges = {}
+        self._read: Ranges = {}  # of what it was given, and
+        self._wrote: Ranges = {}  # of what it wrote, where that was not seen to be finite
+        if not self._finite(optimizer):
+            self._read = self._measured(self._state(optimizer) | self._grads())
         self._lost = lost_eps(optimizer)
         self._tried = self._try(optimizer) if self._lost else None
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what the step has written."""
-        self._wrote = self._measured(self._state(optimizer))
+        if not self._finite(optimizer):
+            self._wrote = self._measured(self._state(optimizer))
+            self._read = self._read or self._measured(self._grads())
+
+    def _finite(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether all is finite, at a glance; False where the host would wait for that."""
+        own: list[Any] = []
+        for p in self._own:
+            own += (p, p.grad, *moments(optimizer, "", p).values())
+        if not all(measurable(t) and t.is_cpu and t.itemsize > 1 for t in own):
+            return False
+        # A norm may overflow where no number does, which a closer look tells.
+        return not own or bool(torch.stack(torch._foreach_norm(own)).isfinite().all())
+
+    @cached_property
+    def _params(self) -> dict[str, torch.Tensor]:
+        return dict(zip(self._provenance.names_of(self._own), self._own, strict=True))
+
+    def _grads(self) -> dict[str, torch.Tensor]:
+        return {f"{name}.grad": p.grad for name, p in self._params.items() if p.grad is not None}
 
     def _try(self, optimizer: torch.optim.Optimizer) -> Ranges | None:
         """Take the step with a larger eps, and undo it; None if it cannot be taken."""
-        params = [*self._params.values()]
-        before = Snapshot(params, grads=params, optimizers=[optimizer], random_numbers=True)
+        before = Snapshot(self._own, grads=self._own, optimizers=[optimizer], random_numbers=True)
         try:
             for group in optimizer.param_groups:
                 if lost := {p.dtype for p in group["params"]} & self._lost.keys():
@@ -706,10 +715,9 @@ class Update:
             kind_of, ends = self._dtypes[grad], self._ranges.read([self._read[grad]])
             shape = distributed.local(self._params[of]).shape
             inputs = (Operand.of_ends(dtype_names.NAMES[kind_of], shape, ends, grad),)
-        remedy, largest = "", max((operand.largest for operand in inputs), default=0.0)
+        remedy = ""
         if kind != "input":
-            tried = self._tried is not None
-            remedy = of_optimizer("torch", kind, run, largest, lost, tried)
+            remedy = of_optimizer("torch", kind, run, lost, self._tried is not None)
         return Fault(
             f"{self._kind.__name__}.step", f"{self._kind.__module__}.{self._kind.__name__}.step",
             self._place.module, self._place.source, UPDATE, kind, run, None, inputs,

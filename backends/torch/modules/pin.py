@@ -170,8 +170,9 @@ def _pins(
     if paths is not None:
         if isinstance(paths, str):
             raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
-        matched = {pattern: _matched(pattern, modules) for pattern in paths}
-        meant = set().union(*matched.values())
+        none = "it has no modules inside."
+        found = (scopes.matching(p, modules, "pin()", "module", none) for p in paths)
+        meant = set().union(*found)
     pins = {path: (m, Pin(dtype, None)) for path, m in modules.items() if path in meant}
     shared = {id(t) for m, kept in pins.values() for _, t in kept.tensors(m)}
     for path, module in modules.items():
@@ -179,12 +180,3 @@ def _pins(
         if names and path not in pins:
             pins[path] = module, Pin(dtype, names)
     return pins
-
-
-def _matched(pattern: str, modules: Iterable[str]) -> set[str]:
-    scopes.check(pattern, "pin()")
-    found = {path for path in modules if scopes.depth(pattern, path)}
-    if not found:
-        hint = scopes.hint(pattern, modules, "it has no modules inside.")
-        raise PolicyError(f"pin(): {pattern!r} matches no module: {hint}")
-    return found

@@ -291,6 +291,9 @@ def step_or_take_back(
 # Modules whose functions step optimizers for a scaler.
 _SCALERS = ("polymp.backends.torch.scaler.grad_scaler", torch.amp.grad_scaler.__name__)
 
+# The ids of the handles of `expect_scaler`: torch calls their hooks in this order.
+_checks: set[int] = set()
+
 
 def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableHandle:
     """Flag optimizer steps on gradients of a float16 region that no scaler has scaled.
@@ -346,9 +349,13 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
                 raise UnscaledError(said)
             warnings.warn(said, ScalerWarning, stacklevel=3)
             settled.add(optimizer)
-        entered.clear()
+        if handle.id == max(_checks & hooked.keys()):  # no other check looks at this step
+            entered.clear()
 
-    return register_optimizer_step_pre_hook(look)
+    handle = register_optimizer_step_pre_hook(look)
+    hooked: Any = handle.hooks_dict_ref()  # all of torch's that are there, by their ids
+    _checks.add(handle.id)
+    return handle
 
 
 def _stepped_by_a_scaler() -> bool:

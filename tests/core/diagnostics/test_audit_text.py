@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from polymp.diagnostics.audit import Suggestion
-from polymp.diagnostics.audit_records import Fault
+from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.rules.row import Row, Rule
 from tests.support import reports
 from tests.support.reports import gradient, magnitudes, measured
@@ -108,7 +108,7 @@ def test_no_cell_of_a_table_is_broken_over_many_lines(
     width: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
-    text = long_names().table()
+    text = str(long_names())
     assert max(map(len, text.splitlines())) <= width
     assert text.count("scaled_dot_product_attention") == 1
     assert text.count("attention.py:1234") == 3
@@ -144,3 +144,12 @@ def test_the_row_of_a_backward_is_that_of_its_forward() -> None:
     fault = Fault("cross_entropy", "", "", "", "backward", "overflow", "float16", row, (), "", "")
     assert "ran in float16, its forward by the row cross_entropy = fp32" in str(fault)
     assert "ran in float16, by the row" in str(fault._replace(direction="forward"))
+
+
+def test_an_input_of_which_the_ends_are_known_has_some_nan() -> None:
+    ends = 1.0, float("nan")
+    assert (
+        str(Operand.of_ends("float32", (2,), ends, "w")) == "w: float32[2], |x| up to 1, some NaN"
+    )
+    assert str(Operand.of_ends("float32", (1,), ends[1:], "w")) == "w: float32[1], all NaN"
+    assert str(Operand.of_ends("float32", (2,), (0.5, 1.0), "")) == "float32[2], |x| up to 1"

@@ -18,14 +18,14 @@ from tests.support.reports import call, gradient, linear, measured
 Row = tuple[str, str, int]  # module, kind, count
 
 
-def of(rows: list[Row], fold: bool = True) -> list[tuple[str, int, list[tuple[str, int]]]]:
+def of(rows: list[Row]) -> list[tuple[str, int, list[tuple[str, int]]]]:
     kind: TableKind[Row] = TableKind(
         lambda row: ("", row[0]),
         alike=lambda row: row[1],
         added=lambda many: (many[0][0], many[0][1], sum(row[2] for row in many)),
         sections={"": ""},
     )
-    found = kind.arranged(rows, fold=fold)
+    found = kind.arranged(rows)
     return [(one.module, one.layers, [row[1:] for row in one.rows]) for one in found]
 
 
@@ -59,7 +59,6 @@ def test_a_layer_that_differs_stays_apart_and_in_its_place() -> None:
         ("h.7", 1, [("fp32", 10**7)]),
         ("h.8-11", 4, [("bf16", 111100000000)]),
     ]
-    assert len(of(rows, fold=False)) == 12
 
 
 def test_rows_in_another_order_or_one_more_are_another_layer() -> None:
@@ -99,15 +98,11 @@ def deep(layers: int = 24, odd: int | None = None) -> Report:
     return Report(calls, "Deep", "bfloat16", "amp")
 
 
-def test_a_report_folds_and_shows_all_if_asked() -> None:
+def test_a_report_folds() -> None:
     text = str(deep())
     assert text.count("net.layers.*.attn x24") == 2
-    assert "equal layers are one, with the counts of all of them: 97 rows in 5; fold=False" in text
     assert " ".join(text.split()).count("linear 24 net.py:7") == 2
     assert len(text.splitlines()) < 30
-    every = deep().table(fold=False)
-    assert [f"net.layers.{i}.attn" in every for i in range(24)] == [True] * 24
-    assert "equal layers" not in every
     assert "72 1.69 MiB" in " ".join(text.split()), "casts and bytes of all 24"
     odd = str(deep(odd=7))
     for name in ("net.layers.0-6.attn x7", "net.layers.7.attn", "net.layers.8-23.attn x16"):
@@ -147,8 +142,6 @@ def test_an_audit_folds_and_shows_a_broken_layer() -> None:
     text = str(layered())
     assert text.count("h.*.up x24") == 2
     assert "8.4e+06" in text, "the largest of all"
-    assert "48 rows in 2; fold=False lists each" in text
     assert "4.2e+06" not in text
-    assert "4.2e+06" in layered().table(fold=False)
     broken = str(layered(bad=5))
     assert {"h.0-4.up x5", "h.5.up", "h.6-23.up x18", "h.*.up x24"} <= {*broken.splitlines()}

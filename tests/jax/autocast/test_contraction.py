@@ -20,7 +20,7 @@ from jax import export, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from polymp.backends.jax.autocast import contraction
-from polymp.backends.jax.autocast.contraction import contract
+from polymp.backends.jax.autocast.contraction import contract, spec_of
 from polymp.dtypes import FORMATS
 from polymp.jax import autocast, explain
 from tests.support.jax import forms, hlo
@@ -38,7 +38,7 @@ def rounded(x: Any, dtype: str) -> np.ndarray:
 
 def dot(lhs, rhs, dims, run="bfloat16", out="float32"):
     params = {"dimension_numbers": dims, "precision": None, "out_sharding": None}
-    return contract(lax.dot_general_p, lhs, rhs, params=params, run=run, out=out)
+    return contract(spec_of(lax.dot_general_p, params, run, out), lhs, rhs)
 
 
 def close(got: Any, true: Any, length: int) -> None:
@@ -246,7 +246,7 @@ def convolution(name, run):
     (eqn,) = jax.make_jaxpr(plain)(lhs, low).eqns
 
     def ours(lhs, rhs, out):
-        return contract(eqn.primitive, lhs, rhs, params=eqn.params, run=run, out=out)
+        return contract(spec_of(eqn.primitive, eqn.params, run, out), lhs, rhs)
 
     return plain, ours, (lhs, rhs, jnp.cos(plain(lhs, low).astype(jnp.float32)))
 
@@ -302,8 +302,8 @@ def test_convolutions_round_once_on_gpus(name, run):
 def test_a_ragged_product_and_both_gradients():
     weights, sizes = jnp.stack([W, 2 * W, -W]), jnp.array([2, 3, 1])
     (*_, eqn) = jax.make_jaxpr(lax.ragged_dot)(X, weights, sizes).eqns
-    how = {"params": eqn.params, "run": "bfloat16", "out": "float32"}
-    ours = with_gradients(lambda x, w: contract(eqn.primitive, x, w, sizes, **how))
+    spec = spec_of(eqn.primitive, eqn.params, "bfloat16", "float32")
+    ours = with_gradients(lambda x, w: contract(spec, x, w, sizes))
     plain = with_gradients(lambda x, w: lax.ragged_dot(x, w, sizes))
     args = X, weights, jnp.ones((6, 4))
     low = [jnp.asarray(rounded(x, "bfloat16"), jnp.float32) for x in args]

@@ -30,11 +30,6 @@ def test_one_product_of_a_model_in_8_bits_is_told():
     report = explain(jax.grad(autocast(loss, policy=policy("rowwise"))), layers(), batch())
     products = report.of("linear")
     assert {(call.recipe, call.run) for call in products} == {("rowwise", "float8_e4m3fn")}
-    assert report.kept_fp8 == 3 * batch().size
-    text = " ".join(str(report).split())
-    assert (
-        "6 products in 8 bits; 12.0 KiB kept for the backward pass instead of 24.0 KiB in" in text
-    )
     assert set(report.flops) == {"float8_e4m3fn"}
 
 
@@ -231,7 +226,7 @@ def falls_back(fn, args, why, policy="fp8"):
     (call,) = report
     assert (call.rule, call.recipe, call.fallback) == ("fp8", "", why)
     assert report.fallbacks == {why: 1}
-    assert f"1 as lower: {why}" in " ".join(str(report).split())
+    assert f"fallbacks: 1 because {why}" in " ".join(str(report).split())
     want = autocast(fn, policy="lean")(*args)
     assert found.dtype == want.dtype
     assert np.array_equal(found, want)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from polymp.backends.jax.autocast.contraction import contract
+from polymp.backends.jax.autocast.contraction import contract, spec_of
 from polymp.jax import GradScaler, autocast, lower
 from tests.shared.test_cases import computed, too_far, valued
 from tests.support import frameworks
@@ -124,7 +124,7 @@ def test_a_long_sum_is_added_up_in_float32(low: str, out: str) -> None:
 
     @jax.jit
     def run(x: Any, w: Any) -> Any:
-        return contract(lax.dot_general_p, x, w, params=params, run=low, out=out)
+        return contract(spec_of(lax.dot_general_p, params, low, out), x, w)
 
     got = run(x, w)
     rounded = [np.asarray(a.astype(low)).astype(np.float64) for a in (x, w)]

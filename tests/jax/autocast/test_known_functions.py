@@ -370,7 +370,7 @@ def test_the_softmax_inside_an_attention_is_float32() -> None:
     for call in (several, lambda x: net(x[None])):
         jaxpr = jax.make_jaxpr(autocast(call))(X)
         sites = list(equations(jaxpr))
-        assert {s.params["run"] for s in sites if s.op == "polymp_contraction"} == {"bfloat16"}
+        assert {s.params["spec"].run for s in sites if s.op == "polymp_contraction"} == {"bfloat16"}
         assert {s.operands for s in sites if s.op == "exp"} == {("float32",)}
         assert not [s for s in sites if s.op == "dot_general"]
         assert jaxpr.out_avals[0].dtype == jnp.bfloat16

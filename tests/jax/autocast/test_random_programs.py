@@ -378,9 +378,8 @@ def _narrow(have: Any, out: Any) -> Any:
 
 
 def _rounded_gradients(real: Callable[..., Any]) -> Callable[..., Any]:
-    def mold(closed: Any, args: Any, product: Any, out: str) -> Any:
-        run = product.keywords["run"]
-        return real(closed, args, partial(product, out=run), run).astype(out)
+    def mold(closed: Any, args: Any, spec: Any, *product: Any) -> Any:
+        return real(closed, args, spec._replace(out=spec.run), *product).astype(spec.out)
 
     return mold
 

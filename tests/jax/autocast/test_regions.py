@@ -276,6 +276,28 @@ def test_bad_arguments(call, kind, message):
     assert str(error.value) == message
 
 
+def test_what_runs_ops_of_torch_is_refused():
+    torch = pytest.importorskip("torch")
+    model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    write = "Around calls of PyTorch write `with polymp.torch.autocast('cuda', dtype=...):`."
+    for fn in (model, model.forward):
+        with pytest.raises(TypeError) as error:
+            autocast(fn)
+        assert str(error.value) == (
+            "polymp.jax.autocast(fn) needs a function of JAX arrays, got the torch module Linear, "
+            f"which would run as written. {write}"
+        )
+    with pytest.raises(TypeError) as error:
+        autocast(lambda x: {"y": model(x)})(x)
+    assert str(error.value) == (
+        "polymp.jax.autocast(fn): <lambda> returned a torch tensor. JAX does not trace the ops of "
+        f"PyTorch, so they ran as written. {write}"
+    )
+    product, same = autocast(lambda x, batch: (x @ x, batch))(X, x)  # which is handed on
+    assert (product.dtype, same) == (jnp.bfloat16, x)
+    assert autocast(model, enabled=False)(x).dtype == torch.float32
+
+
 BAD_RULES = {
     ("lineer", "lower"): "no op 'lineer'. Did you mean linear, inner, bilinear?",
     ("bmm", "fp32"): "jax runs 'bmm' as matmul, by the rules for those: give fp32 to them. One "

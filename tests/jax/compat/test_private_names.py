@@ -14,7 +14,7 @@ from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast.contraction import contract
+from polymp.backends.jax.autocast.contraction import contract, spec_of
 
 
 def mesh_of_one():
@@ -249,7 +249,7 @@ def test_repeated_ops_of_a_lowered_program_are_merged():
     }
 
     def twice(x, y, w):
-        low = partial(contract, lax.dot_general_p, params=params, run="bfloat16", out="float32")
+        low = partial(contract, spec_of(lax.dot_general_p, params, "bfloat16", "float32"))
         return low(x, w), low(y, w)
 
     def casts():

@@ -102,7 +102,7 @@ def test_the_report_ends_with_what_may_help() -> None:
         return w - 1e30 * grad, loss
 
     w, _ = step(jnp.ones((8, 1)), X)
-    for batch, remedy in ((math.nan, "Look at the data: "), (1.0, "lower the learning rate")):
+    for batch, remedy in ((math.nan, "Look at the data"), (1.0, "lower the learning rate")):
         with pytest.raises(BadStepError) as raised:
             checked(step, w, X * np.float32(batch))
         assert remedy in raised.value.report.remedy
@@ -282,7 +282,9 @@ def test_a_step_that_reads_its_batch_itself_is_told(default: tuple[float, ...]) 
     step, w = catch(lambda w: inner(w, next(batches, *default))), jnp.ones(3)
     with pytest.raises(BadStepError, match="Repeating the steps did not give that") as raised:
         [w := checked(step, w)[0] for _ in range(3)]
-    assert raised.value.report.remedy == ""  # it is not known that the learning rate is too large
+    report = raised.value.report
+    assert (report.step, report.found) == (2, "the loss is NaN")
+    assert report.remedy == ""  # it is not known that the learning rate is too large
     assert str(raised.value).endswith("Give the step all that it reads as arguments.")
 
 

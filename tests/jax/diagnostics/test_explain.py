@@ -45,7 +45,7 @@ def casts(program: Any) -> list[int]:
         assert eqn.primitive.name not in ("scan", "while"), "counted once here"
         if eqn.primitive.name == "polymp_contraction":
             for v in eqn.invars[:2]:
-                cast(v, eqn.params["run"])
+                cast(v, eqn.params["spec"].run)
             continue
         if eqn.primitive.name == "convert_element_type":
             cast(eqn.invars[0], eqn.params["new_dtype"])
@@ -348,7 +348,7 @@ def test_why_a_product_with_rule_lower_is_not_lowered(why: str) -> None:
     report = explain(ROWS[why], dtype="bfloat16")
     (call,) = (call for call in report.calls if call.rule == "lower")
     assert (call.run, call.fallback) == ("float32", why)
-    assert f"lower: 1 not lowered: {why}" in str(report)
+    assert f"fallbacks: 1 because {why}" in str(report)
     assert f"lower, run in float32: {why}" in ruled(call)
     # By a row that says float32, there is nothing to give a reason for.
     wide = explain(ROWS[why], policy={"rules": {"all": "fp32"}})

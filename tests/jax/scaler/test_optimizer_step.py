@@ -89,6 +89,31 @@ def test_leaves_that_are_no_arrays_stay_and_update_may_change_what_it_gets(wrap)
     assert state["w"] is before
 
 
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+WITH_OPTAX = (
+    "With an optimizer tx of optax, write def update(grads, params, opt_state): updates, opt_state "
+    "= tx.update(grads, opt_state, params); return optax.apply_updates(params, updates), opt_state "
+    "and scaler.step(grads, update, params, opt_state)."
+)
+
+
+@pytest.mark.parametrize("given", ["transformation", "its update", "what that returns"])
+def test_what_is_no_update_of_the_state(given):
+    params = {"w": jnp.ones(2)}
+    state = TX.init(params)
+    update = {
+        "transformation": TX, "its update": TX.update, "what that returns": TX.update(params, state)
+    }[given]  # fmt: skip
+    with pytest.raises(TypeError) as raised:
+        GradScaler().step(params, update, params, state)
+    said = str(raised.value)
+    assert said.startswith(
+        "step(grads, update, *state) needs for update a function of the true gradients and the "
+        "state that returns the new state, got "
+    )
+    assert said.endswith(f". {WITH_OPTAX}")
+
+
 KEEP = (
     "update must keep the shapes and dtypes of the state, and what is no array; state[0]{} was {} "
     "and came back as {}."
@@ -105,7 +130,8 @@ STATE = {"w": jnp.ones(2), "act": "relu"}
     [
         (lambda g, w: {"w": w["w"], "v": w["w"]}, [STATE],
             "update must return the state in the structure that it came in, "
-            "PyTreeDef(({'act': *, 'w': *},)); it returned PyTreeDef(({'v': *, 'w': *},))."),
+            "PyTreeDef(({'act': *, 'w': *},)); it returned PyTreeDef(({'v': *, 'w': *},)). "
+            + WITH_OPTAX),
         (lambda g, w: w | {"w": w["w"].astype(jnp.float16)}, [STATE],
             KEEP.format("['w']", "float32[2]", "float16[2]")),
         (lambda g, w: w | {"w": w["w"][:1]}, [STATE],

@@ -391,7 +391,7 @@ def test_a_call_that_reads_a_stored_parameter_wide():
     assert text.startswith(
         "['w'] is stored in bfloat16, but with these arguments 'exp' reads it in float32 ("
     )
-    assert f"test_freeze.py:{line}:" in text
+    assert f"test_freeze.py:{line})" in text
     assert text.endswith(
         "). Freeze with these arguments as well: polymp.jax.freeze(serve, params, ...), where "
         "serve is this function and params are the float32 parameters, keeps it in float32."

@@ -315,8 +315,8 @@ def refusals() -> dict[str, Any]:
             "polymp.jax.autocast returned, got silu. Write low_weights(optimizer, "
             "keep=(autocast(fn), params, ...))."),
         "path": (lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params), PolicyError,
-            "low_weights(): keep has 'norm', which is the path of no float parameter. Paths are, "
-            "for example, w."),
+            "low_weights(): keep: 'norm' matches no float parameter: paths are, for example, "
+            "'w'."),
         "seed": (lambda: low_weights(optax.adam(1e-2), seed=0.5), TypeError,
             "low_weights(): seed must be a whole number, got 0.5."),
         "state": (lambda: tx.update(grads, (), low), TypeError,

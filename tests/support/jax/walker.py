@@ -5,8 +5,8 @@ and results, and `violations` lists those that run in a dtype the policy "amp" d
 The rules are written down here a second time, from torch's documentation of autocast on CUDA and
 from what the backend documents; nothing is imported from the package that is being judged.
 
-A contraction of the backend is one equation named `polymp_contraction`, which says in `run` what
-dtype it runs in and in `out` what dtype it returns.
+A contraction of the backend is one equation named `polymp_contraction`, whose `spec` says in `run`
+what dtype it runs in and in `out` what dtype it returns.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def equations(jaxpr: Any) -> Iterator[Site]:
 def products(jaxpr: Any) -> list[str]:
     """The dtypes in which the contractions of a program run."""
     found = [site for site in equations(jaxpr) if site.op in (OURS, *CONTRACTIONS)]
-    return [site.params["run"] if site.op == OURS else site.operands[0] for site in found]
+    return [site.params["spec"].run if site.op == OURS else site.operands[0] for site in found]
 
 
 def violations(jaxpr: Any, run: str, gradient: bool = False) -> list[Violation]:
@@ -146,9 +146,9 @@ def _judge_ours(site: Site, run: str) -> Violation | None:
     floats = [fmt for fmt in site.operands if "float" in fmt or "complex" in fmt]
     if any(fmt not in (*LOW, "float32") for fmt in floats):
         return Violation("narrow", site)
-    if str(site.params["run"]) != run:
+    if str(site.params["spec"].run) != run:
         return Violation("foreign", site)
-    if str(site.params["out"]) not in (run, "float32"):
+    if str(site.params["spec"].out) not in (run, "float32"):
         return Violation("foreign", site)
     return None
 

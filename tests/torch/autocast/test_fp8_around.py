@@ -190,7 +190,7 @@ def falls_back(call: Any, reason: str) -> None:
     told = [(c.recipe, c.fallback) for c in report if c.rule == "fp8"]
     assert told == [("", reason)]
     assert report.fallbacks == {reason: 1}
-    assert f"1 as lower: {reason}" in " ".join(str(report).split())
+    assert f"fallbacks: 1 because {reason}" in " ".join(str(report).split())
     with autocast("cpu", policy="lean"):
         expected = call()
     assert y.dtype is expected.dtype

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.checkpoint import checkpoint
 
 import polymp.torch
 from polymp.backends.torch.diagnostics import values
@@ -327,6 +328,120 @@ def test_a_bad_parameter_is_called_by_its_name() -> None:
     fault = bad(net, torch.ones(1, 3))
     assert (fault.kind, fault.module) == ("input", "1")
     assert fault.why.startswith("1.bias is not finite")
+
+
+# What a gradient is
+
+
+class Square(torch.autograd.Function):
+    """The square, by a user's own formula."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return (x + x).mul_(gradient)
+
+
+class Unseen(torch.autograd.Function):
+    """The identity, whose backward no op computes, as one in Triton."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        made = torch.empty_like(gradient)
+        made.numpy()[...] = gradient.numpy()
+        return made
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint of the user's: its backward runs the forward again, and a pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return (x * 3).pow(2).sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor | None:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = (x * 3).pow(2).sin()
+        torch.autograd.backward(y, gradient)
+        return x.grad
+
+
+def checkpointed(x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+    return checkpoint(lambda x: (x * 3).pow(2).sin(), x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+
+# Functions of a tensor, and ops that have gradients in its backward pass.
+DIFFERENTIATED: dict[str, tuple[Any, str]] = {
+    "pow": (lambda x: x.pow(2), "pow"),
+    "abs": (torch.abs, "abs"),
+    "relu": (torch.relu, "relu"),
+    "gelu": (nn.functional.gelu, "gelu"),
+    "clamp": (lambda x: x.clamp(-0.5, 0.5), "clamp"),
+    "where": (lambda x: torch.where(x > 0, x, x * 2), "where"),
+    "std": (lambda x: x.std(-1), "std"),
+    "own": (Square.apply, "mul"),
+    "unseen": (lambda x: Unseen.apply(x.tanh()), "tanh"),
+    "again": (Again.apply, "sin"),
+    "checkpoint": (lambda x: checkpointed(x, reentrant=False), "sin"),
+    "reentrant": (lambda x: checkpointed(x, reentrant=True), "sin"),
+}
+
+
+@pytest.mark.parametrize("own_seed", [False, True], ids=["loss", "own seed"])
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_are_what_is_linear_in_that_of_the_loss(name: str, own_seed: bool) -> None:
+    """Factors, masks, and what is computed again are other values, as large as they were."""
+    fn, op = DIFFERENTIATED[name]
+
+    def largest(factor: float) -> dict[tuple[str, str, str], float]:
+        torch.manual_seed(0)
+        x = torch.randn(4, 8, requires_grad=True)
+        with audit() as found:
+            y = fn(x * 5)
+            if own_seed:
+                y.backward(torch.full_like(y, factor))
+            else:
+                (y.sum() * factor).backward()
+        rows = [m for m in found.results if m.direction == "backward"]
+        return {(m.op, m.spelling, m.source): m.magnitudes.largest for m in rows}
+
+    once, scaled = largest(1.0), largest(2.0**10)
+    assert op in {key[0] for key in once}
+    assert "mul" in {key[0] for key in once}, "the first op of the forward, the last here"
+    assert scaled == {key: 2.0**10 * size for key, size in once.items()}
+
+
+def test_the_factor_in_the_backward_of_a_square_is_no_gradient() -> None:
+    x = torch.linspace(1e3, 2e3, 8).requires_grad_()
+    with audit() as found:
+        (x.pow(2).sum() * 1e-4).backward()
+    (square,) = [m for m in found.backward if m.op == "pow"]
+    assert x.grad is not None
+    exact = magnitudes(x.grad.numpy())
+    assert (square.magnitudes.values, square.magnitudes.largest) == (8, exact.largest)
+    assert found.fitting_scale() == 2.0 ** math.floor(math.log2(65504 / 2 / exact.largest))
+
+
+def test_gradients_of_gradients_are_told_from_those_of_the_first_pass() -> None:
+    x = torch.linspace(100.0, 200.0, 8).requires_grad_()
+    with audit() as found:
+        (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+        (g.pow(2).sum() * 2.0**-40).backward()
+    assert found.steps == 2
+    own = [m for m in found.backward if m.op == "pow" and m.magnitudes.largest < 1]
+    assert own, "its factor 2 * g is of the first pass"
 
 
 # What it leaves, and what it waits for

@@ -14,6 +14,7 @@ from torch import nn
 
 import polymp.torch
 from polymp.backends.torch.diagnostics import locate as module
+from polymp.diagnostics.bad_step import BadStep
 from polymp.torch import autocast, locate
 from tests.support.reports import operand
 from tests.support.torch.audit_trainings import CASES, OPTIMIZERS, Training, same
@@ -321,3 +322,33 @@ def test_a_batch_norm_in_training_is_repeated_with_its_statistics_kept() -> None
 def test_a_nan_of_an_op_in_place_is_no_overflow() -> None:
     fault: Any = locate(lambda x: x.half().sqrt_(), -torch.ones(3))
     assert (fault.op, fault.kind) == ("sqrt", "operation")
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "why"),
+    [
+        (lambda x: x * 1e3, "overflow", "largest number, 65504; in float32 it is finite"),
+        (lambda x: x.mul_(1e3), "overflow", "largest number, 65504; in float32 it was not tried"),
+        (lambda x: x.div_(1e-4), "operation", "not, in float16; in float32 it was not tried"),
+    ],
+)
+def test_an_op_in_place_is_said_not_to_be_tried_in_float32(op: Any, kind: str, why: str) -> None:
+    fault: Any = locate(lambda x: op(x.half()), torch.full((3,), 300.0))
+    assert fault.kind == kind
+    assert fault.why.endswith(why)
+    assert "in float32 either" not in BadStep(0, "the loss is Inf", fault).remedy
+
+
+def test_an_iterator_that_has_ended_is_told() -> None:
+    net, batches = nn.Linear(2, 1), iter([torch.ones(1, 2)])
+
+    def step() -> torch.Tensor:
+        return net(next(batches)).sum()  # type: ignore[no-any-return]
+
+    step()
+    with pytest.raises(
+        RuntimeError,
+        match=r"an iterator that it reads, .* has ended\. Give the step its batch as an argument: "
+        r"locate\(step_fn, batch\)\.$",
+    ):
+        locate(step, model=net)

@@ -290,3 +290,20 @@ def test_two_checks_are_two() -> None:
             Run().step()
         (raises if first else warns).remove()
         Run().step()
+
+
+@pytest.mark.parametrize("actions", [("warn", "raise"), ("raise", "warn")])
+def test_a_check_does_not_hide_a_step_from_another_one(actions) -> None:
+    outer, inner = actions
+    with expect_scaler(outer), expect_scaler(inner), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ScalerWarning)
+        run = Run()
+        for _ in range(2):
+            with pytest.raises(UnscaledError):
+                run.step()
+    with expect_scaler():
+        with expect_scaler("raise"):
+            pass
+        with pytest.warns(ScalerWarning):
+            Run().step()
+        Run().step(None)  # the note of the step before is gone

@@ -243,6 +243,7 @@ def test_the_table() -> None:
         "1 of 4 gradients have Inf or NaN",
         "77.8% of all values are 0 or below normal float16 numbers",
         "          size  Inf  NaN    zero  subnormal",
+        "--------  ----  ---  ---  ------  ---------",
         "1.weight     2    1    1    0.0%       0.0%",
         "0.weight     4    0    0  100.0%       0.0%",
         "0.bias       2    0    0    0.0%     100.0%",

@@ -200,4 +200,4 @@ def test_explain_shows_the_dtype_of_each_weight(monkeypatch: pytest.MonkeyPatch)
         "embedding": 0, "norm": 0, "qkv": 1, "out": 0, "last": 0, "head": 1,
     }  # fmt: skip
     monkeypatch.setenv("COLUMNS", "120")
-    assert "fp32, bf16 x2" in report.table()
+    assert "fp32, bf16 x2" in str(report)

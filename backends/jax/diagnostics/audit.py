@@ -98,7 +98,8 @@ class Audited(Wrapped):
             peaks = (fact.peak for event, fact in pairs if event.site.key in program.unlisted)
             finite = all(np.isfinite(peak).all() for peak in peaks)
             if not (finite or any(r.fault for r in self._measured)):
-                broke = located(MeasuredCall(traced(self.fn, args, kwargs), once=True))
+                call = traced(self.fn, args, kwargs)
+                broke = located(MeasuredCall(call, once=True, updates=True))
         scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
         self._measured.append(Run(program, facts, scale, broke))
         return self.fn(*args, **kwargs)
@@ -366,6 +367,9 @@ def located(program: MeasuredCall) -> Fault | None:
     found = blame(nodes_of(program, facts, peaks))
     if found is None:
         return None
+    keys = {program.events[at].site.key for at in (found.node, found.first)}
+    if keys & program.unlisted:  # an optimizer broke it: look at all of its calls
+        return located(MeasuredCall(program.traced, once=True, updates=True))
     twin = Twin(program, ask=found.node)
     operands = twin.read(twin.packed(program.traced.arrays))[0][found.node].operands
     bad, round_ = _bad(facts[found.node])

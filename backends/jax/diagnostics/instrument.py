@@ -40,7 +40,7 @@ from polymp.backends.jax.diagnostics.traced_call import (
 )
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics.audit_records import operand_numbers
-from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
+from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.diagnostics.magnitudes import BINS, SHIFT
 from polymp.dtypes import FORMATS
 from polymp.rules.row import LOW
@@ -75,11 +75,13 @@ class Event(NamedTuple):
 class MeasuredCall(Placed[Origin]):
     """A call as it was traced: its events, and where the values that they read come from.
 
-    Where it is measured `once`, it is without samples, and with what an optimizer computes.
+    Where it is measured `once`, it is without samples. Of an optimizer, what the program returns
+    is an event; with `updates`, so are all of its calls, several times as many.
     """
 
-    def __init__(self, traced: Traced, once: bool) -> None:
+    def __init__(self, traced: Traced, once: bool, updates: bool = False) -> None:
         self.traced, self.closed, self.once = traced, traced.closed, once
+        self.updates = updates
         self.sites = {s.key: s for s in equations(self.closed)}
         self.calls: list[Call] = []
         self.of_event: dict[Key, int] = {}  # by equation, the number of the call that it is part of
@@ -113,16 +115,22 @@ class MeasuredCall(Placed[Origin]):
 
     @cached_property
     def late(self) -> set[int]:
-        """Events that a call makes beside its result, for the backward pass alone."""
-        used = {at for came in self.results for at in came.events}
-        read, late = set[int](), set[int]()
-        for at, event in reversed([*enumerate(self.events)]):
-            if event.direction == FORWARD and at in read and at not in used:
-                late.add(at)
-            elif event.direction != BACKWARD:
-                used.update(event.inputs)
-            read.update(event.inputs)
-        return late
+        """Events of the forward pass that it has no use for, but the backward pass may have."""
+        events = self.events
+        read = {at for event in events for at in (*event.inputs, *event.later)}
+        unread = {*range(len(events))} - read
+        todo = [at for came in self.results for at in came.events]
+        todo += [at for at in unread if _is_end(events[at].site.eqn)]
+        if all(events[at].direction == BACKWARD for at in todo):
+            todo += unread  # jax.grad has no use for the values either
+        todo += [at for at, event in enumerate(events) if event.direction == RECOMPUTE]
+        used = set[int]()
+        while todo:
+            if (at := todo.pop()) not in used:
+                used.add(at)
+                event = events[at]
+                todo += (*event.inputs, *event.later) if event.direction != BACKWARD else ()
+        return {at for at, event in enumerate(events) if event.direction == FORWARD} - used
 
     @cached_property
     def left_out(self) -> Counter[str]:
@@ -151,7 +159,7 @@ class MeasuredCall(Placed[Origin]):
                     ends.append(s)
                 last = s
         tracebacks = (last.written, last.eqn.source_info.traceback) if ends else ()
-        if not self.once and any(map(is_update, tracebacks)):  # also in a branch of an optimizer
+        if not self.updates and any(map(is_update, tracebacks)):  # also in a branch of an optimizer
             returned = (s for s in ends if any(0 in readers.get(v, ()) for v in s.eqn.outvars))
             self.unlisted.update(s.key for s in returned)
         else:
@@ -192,7 +200,7 @@ class MeasuredCall(Placed[Origin]):
             event = events[number]
             later = tuple(sorted(through.events.difference(event.inputs)))
             events[number] = event._replace(later=later)
-        if (number := self.numbers[key]) is not None and key not in self.unlisted:
+        if (number := self.numbers[key]) is not None and (self.once or key not in self.unlisted):
             through = Origin(frozenset([number]))
         return [through] * len(eqn.outvars)
 
@@ -205,6 +213,11 @@ class MeasuredCall(Placed[Origin]):
         forward = site.scope.direction == FORWARD  # a derivative may have another array there
         numbers = record.numbers[name]
         return tuple((at, x) for at, x in numbers if forward or hasattr(eqn.invars[at], "val"))
+
+
+def _is_end(eqn: Equation) -> bool:
+    """True for one number, as a loss and what chooses a branch are, and for effects."""
+    return bool(eqn.effects) or all(v.aval.shape == () for v in eqn.outvars)
 
 
 # Equations that are events wherever they make float16, though a call may go on after them.

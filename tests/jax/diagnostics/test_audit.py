@@ -229,6 +229,22 @@ def test_derivatives_by_hand_are_the_ones_that_run() -> None:
         assert gradient.magnitudes.largest == largest
 
 
+def carried(x: Any) -> Any:
+    return lax.scan(lambda c, _: (c + 1, jnp.sin(c * x)), x, None, length=3)[1]
+
+
+@pytest.mark.parametrize("fn", [jax.nn.softmax, jax.nn.gelu, carried])
+def test_what_a_derivative_computes_for_itself_is_no_result(fn: Any) -> None:
+    """What only the next round of a loop reads is one."""
+
+    def loss(x: Any) -> Any:
+        return (fn(x) ** 2).mean()
+
+    alone = told(loss, X)
+    assert told(jax.value_and_grad(loss), X).keys() == alone.keys()
+    assert told(jax.grad(loss), X).keys() == alone.keys()
+
+
 # The infinities of masks
 
 

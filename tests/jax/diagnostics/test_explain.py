@@ -225,6 +225,15 @@ def test_flops_are_those_of_the_formulas(name: str, region: bool) -> None:
     assert set(report.flops) == {"bfloat16" if region else "float32"}
 
 
+def test_a_value_and_its_gradient_run_the_forward_once() -> None:
+    alone = explain(layers, X, W, dtype="bfloat16")
+    for take in (jax.grad, jax.value_and_grad):
+        report = explain(take(autocast(layers, dtype="bfloat16")), X, W)
+        for op in ("linear", "softmax", "gelu"):
+            forward = [call for call in report.of(op) if call.direction == FORWARD]
+            assert sum(call.times for call in forward) == sum(c.times for c in alone.of(op)) > 0
+
+
 def test_what_is_kept_is_what_the_backward_pass_reads() -> None:
     """As much as what jax.vjp holds, its arguments aside, whatever calls and loops are round."""
 

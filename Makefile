@@ -7,7 +7,6 @@
 #             that are supported; test-oldest and test-newest are one of the two. 6 GB of disk each
 # make test-frameworks  the adapters of Lightning, accelerate and transformers, with the oldest of these that are
 #             supported, and with the newest of them on the newest torch; there that of Keras, too
-# make verifytypes  how much of the API has types that every checker agrees on; below 95 % fails
 # make docs   the documentation, in site/
 # make dist   the sdist and the wheel, in dist/, checked as a package index would check them
 # make gpu    what only a GPU can show, in 9 minutes; with the interpreter's own torch and jax.
@@ -57,7 +56,7 @@ PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 # The tests that are part of lint.
 LINTED := tests/core/test_layers.py tests/core/test_docstrings.py
 
-.PHONY: demo test pytest test-long test-faults test-versions test-oldest test-newest test-frameworks lint style types verifytypes docs dist bench gpu clean
+.PHONY: demo test pytest test-long test-faults test-versions test-oldest test-newest test-frameworks lint style types docs dist bench gpu clean
 
 demo: $(READY)
 	$(PY) examples/train_torch.py
@@ -97,11 +96,6 @@ style: $(READY)
 
 types: $(READY)
 	$(PY) -m mypy
-
-# 280 MB, so that no other target installs it.
-verifytypes: $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt basedpyright
-	$(PY) tests/support/type_completeness.py
 
 docs: $(READY)
 	$(PY) docs/make_pages.py

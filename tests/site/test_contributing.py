@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import tomllib
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ import polymp
 from polymp import versions
 from polymp.versions import TESTED
 from tests.conftest import need
-from tests.core.test_layers import LEVELS
 from tests.support.blocks import ROOT, URLS, table
 
 CONTRIBUTING, ARCHITECTURE = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"
@@ -40,7 +38,7 @@ DOORS = {"jax", "keras", "lightning", "accelerate", "transformers"}  # likewise
 
 
 def rooms() -> set[str]:
-    """The folders and doors of the package, by the names that `LEVELS` has of them."""
+    """The folders and doors of the package, by their names."""
     tops = {path.parent.name for path in (ROOT / "polymp").glob("*/__init__.py")}
     backends = {f"backends.{path.parent.name}" for path in ROOT.glob("backends/*/__init__.py")}
     return (tops - {"backends"}) | backends | {"policies", *CORE, *DOORS}
@@ -70,20 +68,6 @@ def test_the_map_has_every_folder_of_the_repository() -> None:
     assert listed == rooms() | folders
     for folder in folders:
         assert (ROOT / folder).is_dir()
-
-
-def test_a_room_imports_only_from_those_above_it_in_the_map() -> None:
-    """But for the rooms inside of a backend, whose order test_layers.py has."""
-    order = []
-    for row in table(CONTRIBUTING, "The folders"):
-        inside = [
-            level
-            for room, level in LEVELS.items()
-            if any(room == name or room.startswith(f"{name}.") for name in named(row))
-        ]
-        order += [(min(inside), max(inside))] if inside else []
-    assert len(order) == 10
-    assert all(below[1] <= above[0] for below, above in pairwise(order)), order
 
 
 # --- commands, versions, addresses ----------------------------------------------------------------
@@ -131,28 +115,6 @@ def test_the_citation_is_of_this_version() -> None:
     assert citation["repository-code"] == URLS["Repository"]
     assert citation["authors"] == PROJECT["authors"]
     assert {"cff-version", "message", "title", "type"} <= {*citation}
-
-
-def test_the_forms_for_issues_can_be_filled_in() -> None:
-    forms = {path.stem: loaded(path) for path in (GITHUB / "ISSUE_TEMPLATE").glob("*.yml")}
-    assert {*forms} == {"bug", "numerics", "feature", "config"}
-    for link in forms.pop("config")["contact_links"]:
-        assert link["url"].startswith(URLS["Repository"])
-    for name, form in forms.items():
-        assert {"name", "description", "body"} <= {*form}, name
-        identifiers = [field["id"] for field in form["body"]]
-        assert len(identifiers) == len({*identifiers}), name
-        assert all(field["attributes"]["label"] for field in form["body"]), name
-
-
-def test_the_hooks_run_what_lint_runs() -> None:
-    (local,) = loaded(ROOT / ".pre-commit-config.yaml")["repos"]
-    entries = [hook["entry"].removeprefix(".venv/bin/python -m ") for hook in local["hooks"]]
-    lint = "".join(re.findall(r"^(?:style|lint):.*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE))
-    for entry in entries:
-        assert " ".join(entry.split()[:2]) in lint, entry
-    assert sum("ruff" in entry for entry in entries) == 3
-    assert len(entries) == lint.count("\n")
 
 
 # --- the Makefile ---------------------------------------------------------------------------------

@@ -480,7 +480,7 @@ def cancelling(
         with torch.autocast("cpu", torch.bfloat16, enabled=low):
             c = x - x.mean(-1, keepdim=True)
             c = c.mT.contiguous().mT if turned else c  # in another order
-            z = x + c @ torch.ones(32, 1, dtype=dtype) + c.sum(-1, keepdim=True)
+            z = x + (c @ torch.ones(32, 1, dtype=dtype) + c.sum(-1, keepdim=True)) / 32
             scores = net["query"](z) @ net["key"](z).mT / 32**0.5
             z = net["norm"](net["conv"](scores.softmax(-1) @ net["value"](z)))
         (z.to(dtype) - y[..., 2:]).square().mean().backward()
@@ -495,7 +495,7 @@ def cancelling(
 def test_sums_whose_terms_cancel_raise_no_alarm_without_probes(
     other: dict[str, Any], low: bool
 ) -> None:
-    for seed in range(size(3, 40)):
+    for seed in range(size(3, 30)):
         found = polymp.compare(cancelling(seed, low=low), cancelling(seed, **other))
         assert found.explained, str(found)
 

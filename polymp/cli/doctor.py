@@ -158,8 +158,8 @@ def timed(text: str) -> Data:
 
 def _torch_step(model: Any, inputs: tuple[Any, ...]) -> tuple[Step, str, str]:
     import torch
-    from torch.utils._pytree import tree_leaves
 
+    from polymp.backends.torch.compat import tree_leaves
     from polymp.torch import autocast
 
     device = next((p.device.type for p in model.parameters()), "cpu")

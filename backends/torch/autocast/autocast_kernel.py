@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch.library import get_kernel
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from polymp.backends.torch.autocast import (
     dtype_names,
@@ -22,7 +21,14 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
-from polymp.backends.torch.compat import dispatcher, dynamo, modes, optimizers
+from polymp.backends.torch.compat import (
+    dispatcher,
+    dynamo,
+    modes,
+    optimizers,
+    tree_leaves,
+    tree_map_only,
+)
 from polymp.errors import ForbiddenOpError
 from polymp.fp8 import RECIPES
 from polymp.rules import decision_log

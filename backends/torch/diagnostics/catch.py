@@ -17,10 +17,9 @@ import numpy as np
 import torch
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polymp.backends.torch.compat import distributed
+from polymp.backends.torch.compat import distributed, tree_flatten, tree_leaves, tree_unflatten
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.values import extremes, moments, with_gradients

@@ -10,11 +10,10 @@ from typing import Any, overload
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import dispatcher, modes
+from polymp.backends.torch.compat import dispatcher, modes, tree_leaves
 from polymp.backends.torch.diagnostics.op_call import Ran, call_of
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.modules.scoped import scoped_anew

@@ -14,9 +14,8 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
-from polymp.backends.torch.compat import dispatcher, distributed, modes
+from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
 from polymp.backends.torch.diagnostics.op_call import OpFacts, Ran, facts_of, numbers_in, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_map
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers
+from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers, tree_map
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     OpCall,

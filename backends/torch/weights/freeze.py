@@ -14,12 +14,11 @@ import torch
 import torch.nn as nn
 from torch.compiler import is_dynamo_compiling
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
 
 from polymp import code_origin
-from polymp.backends.torch.autocast import dtype_names, region_casts
+from polymp.backends.torch.autocast import dtype_names, region_casts, regions
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
-from polymp.backends.torch.compat import distributed, dynamo, modes
+from polymp.backends.torch.compat import distributed, dynamo, modes, tree_leaves
 from polymp.backends.torch.modules import subclass
 from polymp.backends.torch.modules.pin import Pinned
 from polymp.backends.torch.modules.scoped import Scoped
@@ -301,7 +300,7 @@ class FrozenModule(subclass.Extension):
         if self.__dict__.get(Scoped.KEY) is not frozen_for.scope:
             _refuse_scope(type(self).__name__)
         region = frozen_for.region
-        with region._again() if is_dynamo_compiling() else region:
+        with regions.CompiledRegion(region._ticket) if is_dynamo_compiling() else region:
             return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from torch.utils._pytree import tree_leaves
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import distributed, modes, optimizers
+from polymp.backends.torch.compat import distributed, modes, optimizers, tree_leaves
 
 
 class Group:

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp import versions
+from polymp.backends.torch import compat
 from polymp.backends.torch.autocast import dtype_names, regions
 from polymp.backends.torch.compat import (
     accelerators,
@@ -40,6 +41,14 @@ def test_autocast_keys_and_their_kernels_are_known():
         assert names, f"torch registers nothing for {device}"
         assert {dispatcher.overload(name).name() for name in names} == {f"aten::{n}" for n in names}
     assert accelerators.private_dtypes("cuda") is None
+
+
+def test_trees_are_taken_apart_and_put_together():
+    tree = {"a": [1, (2.0, None)]}
+    leaves, shape = compat.tree_flatten(tree)
+    assert compat.tree_leaves(tree) == leaves == [1, 2.0, None]
+    assert compat.tree_unflatten(leaves, shape) == compat.tree_map(lambda x: x, tree) == tree
+    assert compat.tree_map_only(float, math.sqrt, [4.0, 4]) == [2.0, 4]
 
 
 def test_a_function_mode_is_noticed():

@@ -368,7 +368,7 @@ def located(program: MeasuredCall) -> Fault | None:
     if found is None:
         return None
     keys = {program.events[at].site.key for at in (found.node, found.first)}
-    if keys & program.unlisted:  # an optimizer broke it: look at all of its calls
+    if keys & program.skipped:  # an optimizer broke it: look at all of its calls
         return located(MeasuredCall(program.traced, once=True, updates=True))
     twin = Twin(program, ask=found.node)
     operands = twin.read(twin.packed(program.traced.arrays))[0][found.node].operands

@@ -76,7 +76,7 @@ class MeasuredCall(Placed[Origin]):
     """A call as it was traced: its events, and where the values that they read come from.
 
     Where it is measured `once`, it is without samples. Of an optimizer, what the program returns
-    is an event; with `updates`, so are all of its calls, several times as many.
+    is an event, and `once` what others read; with `updates`, all its calls, several times as many.
     """
 
     def __init__(self, traced: Traced, once: bool, updates: bool = False) -> None:
@@ -86,9 +86,11 @@ class MeasuredCall(Placed[Origin]):
         self.calls: list[Call] = []
         self.of_event: dict[Key, int] = {}  # by equation, the number of the call that it is part of
         self._ends: dict[Key, int] = {}  # by equation, that of the call that it ends
-        # What an optimizer makes and the program returns: measured, without rows.
+        # What an optimizer makes for the program's results or for others: measured, without rows.
         self.unlisted = set[Key]()
-        readers = _readers(self.closed, {})
+        self.skipped = set[Key]()  # equations of its calls, of which no others are events
+        self._of_updates = set[int]()  # equations of any kind, by id
+        readers = _readers(self.closed, {}, self._of_updates)
         for call, sites in with_sites(self.closed, traced.record, lambda v: is_measured(v.aval)):
             self._add_call(call, sites, readers)
         constvars, invars = compat.binders(self.closed)
@@ -117,11 +119,12 @@ class MeasuredCall(Placed[Origin]):
     def late(self) -> set[int]:
         """Events of the forward pass that it has no use for, but the backward pass may have."""
         events = self.events
-        read = {at for event in events for at in (*event.inputs, *event.later)}
+        read = {at for event in events for at in event.inputs}  # a loop reads its own sum later
         unread = {*range(len(events))} - read
         todo = [at for came in self.results for at in came.events]
         todo += [at for at in unread if _is_end(events[at].site.eqn)]
-        if all(events[at].direction == BACKWARD for at in todo):
+        back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
+        if back.issuperset(todo) or not back:
             todo += unread  # jax.grad has no use for the values either
         todo += [at for at, event in enumerate(events) if event.direction == RECOMPUTE]
         used = set[int]()
@@ -160,8 +163,11 @@ class MeasuredCall(Placed[Origin]):
                 last = s
         tracebacks = (last.written, last.eqn.source_info.traceback) if ends else ()
         if not self.updates and any(map(is_update, tracebacks)):  # also in a branch of an optimizer
-            returned = (s for s in ends if any(0 in readers.get(v, ()) for v in s.eqn.outvars))
-            self.unlisted.update(s.key for s in returned)
+            self.skipped.update(s.key for s in sites)
+            for s in ends:
+                by = set[int]().union(*(readers.get(v, ()) for v in s.eqn.outvars))
+                if 0 in by or (self.once and by - self._of_updates):
+                    self.unlisted.add(s.key)
         else:
             self._ends.update((s.key, len(self.calls)) for s in ends)
         self.calls.append(call)
@@ -422,16 +428,19 @@ def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
     return options
 
 
-def _readers(closed: ClosedProgram, found: dict[Atom, set[int]]) -> dict[Atom, set[int]]:
-    """By variable, the equations that read it in a program and those inside; 0 for its results."""
+def _readers(
+    closed: ClosedProgram, found: dict[Atom, set[int]], updates: set[int]
+) -> dict[Atom, set[int]]:
+    """By variable, the equations that read it, 0 for results; notes those of an optimizer."""
     jaxpr, _ = compat.opened(closed)
+    updates |= {id(eqn) for eqn in jaxpr.eqns if is_update(eqn.source_info.traceback)}
     reads = [(0, jaxpr.outvars), *((id(eqn), eqn.invars) for eqn in jaxpr.eqns)]
     for by, atoms in reads:
         for v in atoms:
             if not hasattr(v, "val"):
                 found.setdefault(v, set()).add(by)
     for program in (program for eqn in jaxpr.eqns for program in inside(eqn)):
-        _readers(program.closed, found)
+        _readers(program.closed, found, updates)
     return found
 
 

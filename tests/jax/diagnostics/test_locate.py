@@ -322,9 +322,10 @@ def test_the_range_that_an_index_is_outside_of_is_named(fn: Any, why: str) -> No
     assert (fault.kind, fault.why) == ("index", f"an index is outside {why} filled with NaN")
 
 
-def test_an_optimizer_that_breaks_its_update_is_blamed_without_a_model_too() -> None:
+@pytest.mark.parametrize("after", [lambda u: u, lambda u: u / 2, jnp.cumsum, optax.tree.norm])
+def test_an_optimizer_that_breaks_is_blamed_whoever_reads_its_update(after: Any) -> None:
     tx, w = optax.adam(0.01), jnp.array([0, 1, 2], F16)  # whose eps is 0 in float16
-    fault = fault_of(lambda w, state: tx.update(w, state, w), w, tx.init(w))
+    fault = fault_of(lambda w, state: after(tx.update(w, state, w)[0]), w, tx.init(w))
     assert (fault.op, fault.kind, fault.run) == ("div", "number", "float16")
     assert "scale_by_adam's eps is zero in float16" in fault.remedy
     assert [one.zeros > 0 for one in fault.inputs] == [True, True]

@@ -468,7 +468,7 @@ def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None
         if said:
             warnings.warn(
                 f"autocast(): policy {policy.name!r} has rules for paths that no module of "
-                f"{getattr(fn, '__name__', repr(fn))} has. {' '.join(said)}",
+                f"{getattr(fn, '__name__', type(fn).__name__)} has. {' '.join(said)}",
                 PolicyWarning,
                 stacklevel=outside(),
             )

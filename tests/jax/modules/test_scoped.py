@@ -216,6 +216,8 @@ def test_a_pattern_that_matches_nothing_is_told_once():
     assert told[0].filename == __file__
     fn(MODEL, X[:1])
     jax.jit(lambda x: fn(MODEL, x))(X)
+    with pytest.warns(PolicyWarning, match=f"that no module of {type(MODEL).__name__} has"):
+        autocast(MODEL, policy=policy("zzz"))(X)
 
 
 def test_patterns_are_sought_in_loops_and_regions_inside():

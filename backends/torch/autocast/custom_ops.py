@@ -43,13 +43,14 @@ def spelled(given: Any, name: str, where: str) -> tuple[tuple[str, ...], Any]:
 
 def _backward_off(function: Any) -> Any:
     """Return an `autograd.Function` whose backward runs with autocast off, as forward does."""
-    backward = function.backward
+    name = "vjp" if function.backward is torch.autograd.Function.backward else "backward"
+    backward = getattr(function, name)  # `vjp` is torch's other name for it
 
     def off(ctx: object, *grads: object) -> Any:
         with autocast(next((t.device.type for t in _tensors(grads)), "cpu"), enabled=False):
             return backward(ctx, *grads)
 
-    return type(function.__name__, (function,), {"backward": staticmethod(off)})
+    return type(function.__name__, (function,), {name: staticmethod(off)})
 
 
 def _overload(given: object, where: str) -> str:

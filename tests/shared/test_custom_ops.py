@@ -724,6 +724,31 @@ def test_a_python_function_is_one_call_of_a_report_with_its_row(way: str) -> Non
     assert name not in unused
 
 
+@pytest.mark.parametrize("kind", ["backward", "vjp"])
+def test_a_backward_inside_a_region_runs_in_the_dtypes_of_forward(kind: str) -> None:
+    torch, seen = pytest.importorskip("torch"), []
+    from polymp.torch import autocast
+
+    class Own(torch.autograd.Function):  # type: ignore[misc, name-defined]
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            seen.append((x @ x).dtype)
+            return x * 1
+
+        @classmethod
+        def twice(cls, x: Any) -> Any:
+            return cls.apply(x) * 2
+
+    Own.__qualname__, Own.twice.__func__.__qualname__ = fresh(), fresh()
+    setattr(Own, kind, staticmethod(Own.forward))
+    x = torch.ones(2, 2, requires_grad=True)
+    call = polymp.register_op(fresh(), "fp32", torch=Own.apply)
+    polymp.register_op(fresh(), "fp32", torch=Own.twice)  # another op
+    with autocast("cpu", torch.bfloat16):
+        call(x).sum().backward()
+    assert seen == [torch.float32] * 2
+
+
 def test_tensors_are_found_in_subclasses_of_dicts_and_lists() -> None:
     need("torch")
     import torch

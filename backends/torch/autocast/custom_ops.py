@@ -33,10 +33,24 @@ def spelled(given: Any, name: str, where: str) -> tuple[tuple[str, ...], Any]:
         raise TypeError(
             f"{where}: torch={name} is a class. Of an autograd.Function, register {name}.apply."
         )
-    owner = getattr(given, "__self__", None)
-    named = owner if isinstance(owner, type) else given  # each `apply` has the same name
+    named, ruled, owner = given, given, getattr(given, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        if given == owner.apply:  # each `apply` has the same name
+            named, ruled = owner, _backward_off(owner).apply
     spelling = f"{_PYTHON}{named.__module__}.{named.__qualname__}"
-    return (spelling,), functools.wraps(given)(functools.partial(_decided, name, given))
+    return (spelling,), functools.wraps(given)(functools.partial(_decided, name, given, ruled))
+
+
+def _backward_off(function: Any) -> Any:
+    """Return an `autograd.Function` whose backward runs with autocast off, as forward does."""
+    name = "vjp" if function.backward is torch.autograd.Function.backward else "backward"
+    backward = getattr(function, name)  # `vjp` is torch's other name for it
+
+    def off(ctx: object, *grads: object) -> Any:
+        with autocast(next((t.device.type for t in _tensors(grads)), "cpu"), enabled=False):
+            return backward(ctx, *grads)
+
+    return type(function.__name__, (function,), {name: staticmethod(off)})
 
 
 def _overload(given: object, where: str) -> str:
@@ -75,8 +89,10 @@ def install(names: Sequence[str]) -> None:
         kernel_registry.put(device, ops)
 
 
-def _decided(name: str, fn: Callable[..., Any], /, *args: object, **kwargs: object) -> Any:
-    """Call a function by the policy in force; as it is where that has no row for the op."""
+def _decided(
+    name: str, fn: Callable[..., Any], ruled: Callable[..., Any], /, *args: object, **kwargs: object
+) -> Any:
+    """Call `ruled` by the policy in force; `fn` where that has no row for the op."""
     tensors = list(_tensors((args, kwargs)))
     device = next((t.device.type for t in tensors), None)
     if device is None or not torch.is_autocast_enabled(device):
@@ -95,7 +111,7 @@ def _decided(name: str, fn: Callable[..., Any], /, *args: object, **kwargs: obje
             args = tuple([cast_inside(arg, device, dtype) for arg in args])
             kwargs = {key: cast_inside(arg, device, dtype) for key, arg in kwargs.items()}
         with autocast(device, enabled=False):
-            result = fn(*args, **kwargs)
+            result = ruled(*args, **kwargs)
         return cast_inside(result, device, dtype_names.DTYPES[out]) if out else result
 
     if entry is not None and (recorder := decision_log.current()) is not None:

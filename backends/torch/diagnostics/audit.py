@@ -188,8 +188,8 @@ class AuditValues(Values):
             if cast and event.inputs and event.inputs[0] in self._made_at:
                 self._made_at[len(self.events)] = self._made_at[event.inputs[0]]
             return
-        elif ran.facts.copies_as not in ("", op_call.op):
-            return  # on the way into a product
+        elif ran.facts.copies_as not in ("", op_call.op) or op_call.place.sends:
+            return  # on the way into a product, or into what FSDP2 sends
         key = (
             len(self.scales) - 1 if back else 0, op, spelling, op_call.place, op_call.direction,
             op_call.region, op_call.row, event.run,

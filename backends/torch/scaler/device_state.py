@@ -58,9 +58,8 @@ class DeviceState:
         self._init_scale, self._init_growth_tracker, *counts = state
         self._init_counts = cast(tuple[int, int, int], tuple(counts))
 
-    def _change(self, **constants: float) -> None:
-        """Go on with other constants, if they are in range."""
-        rule = scaling.checked(self._rule._replace(**constants))  # type: ignore[arg-type]
+    def _change(self, rule: ScaleRule) -> None:
+        """Go on with another rule."""
         self._regular = self._regular and rule.interval >= self._rule.interval
         if rule.backoff != self._rule.backoff:
             self._arriving = AsyncRead()  # its bound of the scale followed from the old factor

@@ -65,6 +65,14 @@ class Options(NamedTuple):
     process_group: Any
 
 
+def _constant(name: str) -> Any:
+    """Make a property for a constant of a scaler's rule."""
+    return property(
+        lambda scaler: getattr(scaler._rule, name),
+        lambda scaler, value: scaler._change(scaler._rule._replace(**{name: value})),
+    )
+
+
 class GradScaler(DeviceState):
     """Loss scaling, which keeps small float16 gradients from becoming zero.
 
@@ -161,9 +169,8 @@ class GradScaler(DeviceState):
         self._set_first(ScaleState(first))
         self._begin()
 
-    _growth_factor = property(lambda scaler: scaler._rule.growth)
-    _backoff_factor = property(lambda scaler: scaler._rule.backoff)
-    _growth_interval = property(lambda scaler: scaler._rule.interval)
+    # As attributes of torch.amp's, which programs set: nothing is checked.
+    _growth_factor, _backoff_factor, _growth_interval = map(_constant, ScaleRule._fields[:3])
 
     def scale(self, outputs: Outputs) -> Outputs:
         """Multiply one output or many by the scale.
@@ -315,7 +322,7 @@ class GradScaler(DeviceState):
             new_factor: a number above 1; others raise as in `GradScaler`.
         """
         if self._enabled:
-            self._change(growth=new_factor)
+            self._change(scaling.checked(self._rule._replace(growth=new_factor)))
 
     def get_backoff_factor(self) -> float:
         """Return the backoff factor."""
@@ -328,7 +335,7 @@ class GradScaler(DeviceState):
             new_factor: a number between 0 and 1; others raise as in `GradScaler`.
         """
         if self._enabled:
-            self._change(backoff=new_factor)
+            self._change(scaling.checked(self._rule._replace(backoff=new_factor)))
 
     def get_growth_interval(self) -> int:
         """Return the growth interval, in steps."""
@@ -341,7 +348,7 @@ class GradScaler(DeviceState):
             new_interval: in steps, from 1; other numbers raise as in `GradScaler`.
         """
         if self._enabled:
-            self._change(interval=new_interval)
+            self._change(scaling.checked(self._rule._replace(interval=new_interval)))
 
     def is_enabled(self) -> bool:
         """Return False if every method passes through."""

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import fully_shard as torch_s_fully_shard
 import polymp
 from polymp.backends.torch.diagnostics import perturb
 from polymp.diagnostics import rounding
-from polymp.torch import autocast, explain
+from polymp.torch import audit, autocast, explain
 from polymp.torch.fsdp import fully_shard
 from tests.support.torch.each_op import EachOp
 from tests.support.torch.ranks import launch
@@ -115,7 +115,9 @@ def noted(how: Callable[..., Any], rank: int, ranks: int) -> dict[str, Any]:
     with explain(model=model) as report:
         step(model, mine, "amp")
     rows = [(c.op, c.module, c.inputs) for c in report if c.direction == "forward"]
-    return notes | {"sent": {*ops.seen}, "rows": rows}
+    with audit(model) as found:
+        step(model, mine, "amp")
+    return notes | {"sent": {*ops.seen}, "rows": rows, "audited": {m.op for m in found.results}}
 
 
 # FSDP's, of outputs that a dropped alias would spoil; nothing is written in place here.
@@ -148,6 +150,8 @@ def test_explain_shows_the_ops_of_the_model_with_weights_as_they_were_gathered(n
     rows = [(c.op, c.module) for c in report if c.direction == "forward"]
     for of_rank in notes:
         assert [row[:2] for row in of_rank["polymp"]["rows"]] == rows
+        assert "linear" in of_rank["polymp"]["audited"]
+        assert "copy_" not in of_rank["polymp"]["audited"]
         for whose in SENT:
             linears = [inputs for op, _, inputs in of_rank[whose]["rows"] if op == "linear"]
             assert {weight for _, weight, *_ in linears} == {"bfloat16"}

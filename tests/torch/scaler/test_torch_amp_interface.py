@@ -164,6 +164,18 @@ NUMBERS = (
 )  # fmt: skip
 
 
+def test_the_constants_can_be_set_to_any_value_as_in_torch() -> None:
+    found = []
+    for kind in CLASSES:
+        scaler = ready(kind)
+        scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval = 1.0, 0.25, 1
+        for value in (1.0, float("inf")):
+            scaler.step(sgd(weight(value)))
+            scaler.update()
+            found.append((scaler.get_growth_factor(), scaler.get_scale()))
+    assert found == [(1.0, 4.0), (1.0, 1.0)] * 2
+
+
 def reached(kind: Any) -> dict[str, Any]:
     """Types and values of the names that other libraries use, in the middle of an iteration."""
     scaler = kind("cpu", 4.0, 3.0, 0.25, 7)

@@ -31,6 +31,16 @@ def state() -> tuple[Any, ...]:
     return depth, torch.is_autocast_cache_enabled(), len(regions.stack.thread.frames), *each
 
 
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What `main` of the test's module returns on each of two ranks."""
+    from tests.support.torch.ranks import launch
+
+    program = request.module.__name__
+    strict = ".trainers." not in program  # whose libraries warn
+    return launch(program, 2, tmp_path_factory.mktemp("ranks"), strict=strict)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def guards_untimed() -> Iterator[None]:
     """torch times the guards of all that it compiles, for its log: a tenth of compiling."""

@@ -31,7 +31,7 @@ from tests.support.torch.fp8_models import (
     saved_casts,
     step,
 )
-from tests.support.torch.ranks import bits, launch
+from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import named, whole
 from tests.torch.autocast.test_lean_policy import losses
 
@@ -123,11 +123,6 @@ def test_a_low_rank_pair_is_trained_on_a_frozen_layer(x):
     # Nothing is saved for the gradient of the frozen weight.
     base = nn.Linear(64, 64).requires_grad_(False)
     assert saved_bytes(base, x.requires_grad_(), "fp8") == 0
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    return launch("tests.torch.autocast.test_fp8_around", 2, tmp_path_factory.mktemp("fp8"))
 
 
 @pytest.mark.parametrize("how", ["fsdp2", "ddp"])

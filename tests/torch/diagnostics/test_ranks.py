@@ -18,7 +18,7 @@ from polymp.backends.torch.diagnostics import locate as module
 from polymp.errors import BadStepError
 from polymp.torch import catch, locate
 from tests.support.sizes import LONG
-from tests.support.torch.ranks import bits, launch
+from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import CUTS, Cut, cuts, data
 
 PATIENCE = timedelta(seconds=1)
@@ -121,11 +121,6 @@ def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    return launch("tests.torch.diagnostics.test_ranks", 2, tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.sized

@@ -30,7 +30,6 @@ from polymp.accelerate import use  # noqa: E402
 from polymp.errors import BadStepError  # noqa: E402
 from polymp.torch import GradScaler  # noqa: E402
 from tests.support.torch.models import through_file  # noqa: E402
-from tests.support.torch.ranks import launch  # noqa: E402
 from tests.support.torch.trainer_models import losses_of_closures, reset  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("left_as_found", "fresh_accelerate")
@@ -341,13 +340,6 @@ def main(rank: int, ranks: int, folder: Path) -> dict[tuple[str, ...], Any]:
 
 
 STRATEGIES = ("ddp", "fsdp1", "fsdp2")
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, ...], Any]]:
-    return launch(
-        "tests.torch.trainers.test_accelerate", 2, tmp_path_factory.mktemp("ranks"), strict=False
-    )
 
 
 @pytest.mark.long

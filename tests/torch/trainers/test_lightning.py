@@ -32,7 +32,6 @@ from tests.support.torch.lightning_models import (  # noqa: E402
     fit,
     make_net,
 )
-from tests.support.torch.ranks import launch  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("left_as_found"),
@@ -323,13 +322,6 @@ def main(rank: int, ranks: int, folder: Path) -> dict[tuple[str, ...], Any]:
         notes[name, "ours"] = train(name, ours("bf16-mixed"), rank, ranks, clip)
         notes[name, "theirs"] = train(name, theirs_lightning_ranks(name), rank, ranks, clip)
     return notes
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, ...], Any]]:
-    return launch(
-        "tests.torch.trainers.test_lightning", 2, tmp_path_factory.mktemp("ranks"), strict=False
-    )
 
 
 @pytest.mark.long

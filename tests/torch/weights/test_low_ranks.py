@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import polymp
 from polymp.torch import autocast, explain, low_weights
 from tests.support.torch.low_training import batch, loss_of, made
-from tests.support.torch.ranks import bits, launch
+from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import BATCH, CUTS, Cut, Toy, data, named, whole
 
 MODES = ("master", "split", "stochastic")
@@ -92,11 +92,6 @@ def resumed(mode: str, folder: Path) -> dict[str, Any]:
     set_state_dict(cut.model, optimizer, model_state_dict=model, optim_state_dict=state)
     go(cut.model, optimizer, cut.share, cut.shares, SAVED)
     return notes(cut.model, optimizer)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[Any, Any]]:
-    return launch("tests.torch.weights.test_low_ranks", 2, tmp_path_factory.mktemp("low"))
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from polymp.dtypes import FORMATS
 from polymp.rules.row import LOW
 
-# How many nodes back the zero that was divided by is searched for.
+# How many nodes back a cause is searched for, such as the zero that was divided by.
 _STEPS = 12
 
 # Ops whose Inf, of finite inputs, may be a division by zero.

@@ -174,11 +174,11 @@ class Comparison(Shown):
         if row.verdict == ALONE:
             here, there = self.names if row.one is not None else self.names[::-1]
             both = row.one is not None and row.other is not None
-            beside = ". Beside it stands the first call there that reads the same" if both else ""
+            other = ". Beside it stands the first call there that reads the same" if both else ""
             verb = "runs" if row.array.kind == RESULT else "is"
             return (
                 f"ROUNDING DOES NOT EXPLAIN: {what} {verb} in {here}, and nothing in {there} has "
-                f"its values{beside}"
+                f"its values{other}"
             )
         off = f"{_number(row.difference)} of its root mean square"
         if row.array.kind == INPUT:

@@ -184,7 +184,8 @@ mlir.register_lowering(contraction_p, _lower, cacheable=False)
 
 
 # Forms of one product: each binds JAX's own primitive as XLA runs it fast on some platform. All
-# compute the same: low operands, a sum in float32 and one rounding.
+# compute the same: low operands, a sum in float32 and one rounding. But `convolutions_low` rounds
+# the result of a convolution to the low dtype also where float32 is asked for.
 
 
 def result_as_asked(

@@ -103,9 +103,9 @@ def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     known = [frame.known(atom) for atom in atoms]
     op = spelling(eqn)
     avals = [a.aval for a in atoms] + [v.aval for v in eqn.outvars]
-    # The plans keep regions and types alive, so that no other object gets their ids.
     # A gradient of a read: the transpose of a gather, which keeps the traceback of the gather.
     of_read = op == "scatter-add" and _GATHER in compat.frames(eqn.source_info.traceback).codes
+    # The plans keep regions and types alive, so that no other object gets their ids.
     signature = (op, of_read, id(region), *known, *map(id, avals))
     plans = frame.planner.op_plans
     # Most equations repeat an earlier one; a report needs a decision for each.

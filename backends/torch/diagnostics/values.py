@@ -137,7 +137,7 @@ def extremes(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, torch.
 
 
 class Lost(NamedTuple):
-    """The values of a tensor that are finite or not zero in float32, and Inf or zero in float16."""
+    """The values of a tensor that are finite or not zero in float32, and Inf or zero here."""
 
     wide: int  # the ends of the values in float32, by number
     both: int  # how many of the compared values became Inf, and how many zero, by number
@@ -145,7 +145,7 @@ class Lost(NamedTuple):
 
     @classmethod
     def of(cls, wide: torch.Tensor, low: torch.Tensor, ranges: RangeTable) -> "Lost":
-        """Compare a tensor in float32 with the same in float16."""
+        """Compare a tensor in float32 with the same in a low dtype."""
         some, few = sample(wide), sample(low)
         burst = (few.isinf() & some.isfinite()).sum()
         vanished = ((few == 0) & (some != 0)).sum()

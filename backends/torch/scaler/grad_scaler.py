@@ -36,6 +36,7 @@ Outputs = TypeVar("Outputs")
 # What an iteration knows of an optimizer. Other libraries read and write it, so it has torch.amp's
 # keys `stage` and `found_inf_per_device`, and once they are known: `loss`, float32 [], 0 if no loss
 # was lost; `optimizer`, a weak reference; `inverse`, by which the gradients were multiplied;
+# `grad_scale`, the scale that an optimizer divides by itself;
 # `skipped`, where the host knows it; and `mixed`, in trainers: whether a backward pass added scaled
 # gradients to unscaled ones.
 Entry = dict[str, Any]

@@ -93,7 +93,7 @@ class Compared(NamedTuple):
         def side(array: RecordedArray | None) -> dict[str, Any] | None:
             if array is None:
                 return None
-            left_out = ("values", "spread", "reads", "own")
+            left_out = ("values", "spread", "reads", "own", "terms")
             data = {k: v for k, v in array._asdict().items() if k not in left_out}
             return data | {"rms": array.values[RMS], "amax": array.values[AMAX]}
 
@@ -183,7 +183,7 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
                 share = share if relative[source] > _NOISE else max(share, 1.0)
             squares += (relative[source] * share) ** 2
         relative[i] = min(math.sqrt(squares), 1.0)
-        spread[i] = relative[i] * size
+        spread[i] = math.sqrt(squares) * size
     return spread
 
 

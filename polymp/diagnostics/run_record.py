@@ -32,7 +32,7 @@ from polymp.errors import RecordError, brief
 from polymp.rules import scopes
 from polymp.versions import __version__
 
-FORMAT = 1  # of the file; a reader refuses files of another
+FORMAT = 2  # of the file; a reader refuses files of another
 
 # The numbers of an array, by place; each is of its finite elements, the others count as 0.
 AMAX, RMS, MEAN, MEAN_MAGNITUDE = range(4)
@@ -40,6 +40,7 @@ ORDERLESS = slice(0, 4)  # these four
 PROJECTIONS = slice(4, 12)
 ELEMENTS = slice(12, 20)
 VALUES = 20
+MOST = 1e30  # of `RecordedArray.terms`: its square is a float, too
 BLOCK = 4096  # elements in a block; a sign is one of its block times one of the place in it
 
 # Kinds of arrays.

@@ -441,8 +441,12 @@ def shares(eqn: Equation, out: Any, narrow: str) -> tuple[float, float, float]:
     the size of one: see `of_terms`.
     """
     own, summed, terms = _parts(eqn, out)
-    is_sum = _primitive(eqn) in _SUMS and eqn.params.get("how") is None  # in 8 bits, it has scales
-    return own + summed + rounding.of_operands(narrow), summed * is_sum, terms**0.5 * is_sum
+    own += summed + rounding.of_operands(narrow)
+    scaled = eqn.params.get("how") is not None  # in 8 bits
+    if not terms or scaled or _primitive(eqn) not in _SUMS:
+        return own, 0.0, 0.0
+    # Of a low result the operands are rounded, too, most often by a cast.
+    return own, max(summed, rounding.unit_roundoff(out.dtype.name)), terms**0.5
 
 
 def of_terms(values: Sequence[jax.Array], by: float) -> jax.Array:

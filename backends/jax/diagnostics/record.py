@@ -45,6 +45,7 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
 from polymp.diagnostics.run_record import (
     GRADIENT,
     INPUT,
+    MOST,
     RESULT,
     RMS,
     UPDATE,
@@ -270,7 +271,7 @@ class _Walk(Evaluation):
                 *values, zeros, bad = numbers.tolist()
             size, times = values[RMS], 1.0
             if size and terms < math.inf:
-                times = max(float(terms) / size, 1.0)
+                times = min(max(float(terms) / size, 1.0), MOST)
             own = max(own, off * times) if size else 0.0
             spread: tuple[float, ...] = ()
             if self.seeds is not None:

@@ -553,6 +553,10 @@ def result_movement(
 _WEIGHTS = {"native_layer_norm": 2, "native_group_norm": 1, "native_batch_norm": 1,
             "_native_batch_norm_legit": 1, "cudnn_batch_norm": 1}  # fmt: skip
 
+# Of their backward, the places of the reciprocal deviations and of the weight.
+_FACTORS = {"native_layer_norm_backward": (4, 5), "native_group_norm_backward": (3, 4),
+            "native_batch_norm_backward": (6, 2)}  # fmt: skip
+
 
 def _cancelled(name: str, args: Sequence[Any], result: tuple[Any, ...], like: torch.Tensor) -> Any:
     """Return how far numbers of a norm are off because the mean that they subtract is rounded."""
@@ -604,8 +608,11 @@ def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
     elif name == "convolution_backward":
         grad, x, weight = given
         sums = [*zip(result, ([grad, weight], [grad, x], [grad]), strict=True)]
-    elif name.startswith("native_") and name.endswith("_norm_backward"):
-        sums = [(t, given[:1]) for t in result[1:3]]
+    elif name in _FACTORS:
+        factors = [x for at in _FACTORS[name] if (x := ran.args[at]) is not None]
+        sums = [*zip(result, ([given[0], *factors], given[:1], given[:1]), strict=True)]
+    elif name == "_softmax_backward_data":
+        sums = [(result, given[:2])]
     for t, operands in sums:
         if t is None or not all(has_values(x) and x.numel() for x in (t, *operands)):
             continue

@@ -51,6 +51,7 @@ from polymp.diagnostics.run_record import (
     ELEMENTS,
     GRADIENT,
     INPUT,
+    MOST,
     RESULT,
     RMS,
     UPDATE,
@@ -371,7 +372,7 @@ class _Step(Subscriber):
             array.narrow = rounds_operands(ran, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
                 array.shares = movement_shares(ran, result, t)
-                if not ran.facts.writes:
+                if all(t is not written for written in ran.into):
                     array.terms = self._terms.get(modes.storage_key(t))
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
@@ -568,7 +569,7 @@ class _Step(Subscriber):
             own += of_top * numbers[AMAX] / rms + (0 if norm is None else norm[0] / size**0.5 / rms)
         times = 1.0
         if array.terms is not None and terms[0] < math.inf:
-            times = max(float(terms[0]), 1.0)
+            times = min(max(float(terms[0]), 1.0), MOST)
             own = max(own, array.terms[1] * times)
         by: tuple[float, ...] = ()
         if moved is not None:

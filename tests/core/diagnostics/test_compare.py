@@ -477,6 +477,7 @@ def test_the_data_is_plain_and_whole(tmp_path: Path) -> None:
     assert len(data["rows"]) == len(found.rows) == 11
     assert data["first"] in data["rows"]
     assert data["first"]["one"]["shape"] == [8, run_records.SIZE]
+    assert "terms" not in data["first"]["one"], 'no more than "own", it is for the estimate'
     assert {row["verdict"] for row in data["rows"]} <= {EXPLAINED, PASSED, ALONE, "not explained"}
     page = found.to_html(tmp_path / "page.html")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == page

@@ -151,7 +151,7 @@ def test_damage_is_named_with_its_line(change: Callable[[Any], object], two_step
 
 
 HEADERS = {
-    "format": ({"polymp record": 2}, "is a record of format 2, by polymp"),
+    "format": ({"polymp record": 1}, "is a record of format 1, by polymp"),
     "old": ({"polymp record": "x" * 5000}, "is a record of format 'xxx"),
     "versions": ({"versions": 3}, "is damaged in line 1: versions is 3."),
     "ranks": ({"ranks": "many"}, "is damaged in line 1: ranks is 'many'."),

@@ -445,6 +445,16 @@ def test_a_sum_of_zero_has_no_rounding_relative_to_itself() -> None:
 CONFIG = Config(layers=2, layer=1)
 
 
+def test_a_product_whose_terms_cancel_raises_no_alarm_in_a_region_without_probes() -> None:
+    def fn(x: Any) -> Any:
+        return (x - x.mean(0)).T @ jnp.ones((64, 3))
+
+    both = [record(None, f, probes=0) for f in (fn, autocast(fn))]
+    for recorder in both:
+        recorder(jax.random.normal(jax.random.key(0), (64, 8)))
+    assert polymp.compare(*(recorder.record for recorder in both)).explained
+
+
 def test_a_product_whose_terms_cancel_is_moved_by_these() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 4096)), jnp.float32)
     x -= x.mean(-1, keepdims=True)

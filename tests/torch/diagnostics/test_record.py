@@ -469,7 +469,8 @@ def cancelling(
 ) -> RunRecord:
     """The record, without probes, of a step with sums of each kind whose terms cancel.
 
-    So do those of the gradients of a key's bias, and of a convolution's in front of a norm.
+    So do those of the gradients of a key's bias, of a convolution's in front of a norm, and of what
+    a softmax or a norm is made of, if a loss has the sum of it.
     """
     torch.manual_seed(seed)
     net = nn.ModuleDict({name: nn.Linear(32, 32) for name in ("query", "key", "value")})
@@ -481,9 +482,11 @@ def cancelling(
             c = x - x.mean(-1, keepdim=True)
             c = c.mT.contiguous().mT if turned else c  # in another order
             z = x + (c @ torch.ones(32, 1, dtype=dtype) + c.sum(-1, keepdim=True)) / 32
-            scores = net["query"](z) @ net["key"](z).mT / 32**0.5
-            z = net["norm"](net["conv"](scores.softmax(-1) @ net["value"](z)))
-        (z.to(dtype) - y[..., 2:]).square().mean().backward()
+            query, key = net["query"](z), net["key"](z)
+            still = (query / 8).softmax(-1).sum() + F.layer_norm(key, (32,)).sum()
+            z = (query @ key.mT / 32**0.5).softmax(-1) @ net["value"](z)
+            z = net["norm"](net["conv"](z))
+        ((z.to(dtype) - y[..., 2:]).square().mean() + still).backward()
         nn.utils.clip_grad_norm_(net.parameters(), 0.1)
         optimizer.step()
     return recorder.record
@@ -498,6 +501,15 @@ def test_sums_whose_terms_cancel_raise_no_alarm_without_probes(
     for seed in range(size(3, 30)):
         found = polymp.compare(cancelling(seed, low=low), cancelling(seed, **other))
         assert found.explained, str(found)
+
+
+def test_terms_are_those_of_a_batch_norm_too_and_have_a_limit() -> None:
+    with record(None, probes=0) as recorder:
+        F.batch_norm(torch.randn(64, 8) + 50, None, None, training=True)
+        torch.tensor([1e30, -1e30, 1e-200], dtype=torch.float64).sum()
+    found = {a.name: a.terms for a in recorder.record.steps[0].arrays}
+    assert 40 < found["batch_norm"] < 60
+    assert polymp.compare(recorder.record, recorder.record).explained, str(found["sum"])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -14,7 +14,7 @@ import polymp
 from polymp import versions
 from polymp.versions import TESTED
 from tests.conftest import need
-from tests.support.blocks import ROOT, URLS, table
+from tests.support.blocks import ROOT, table
 
 CONTRIBUTING, ARCHITECTURE = ROOT / "CONTRIBUTING.md", ROOT / "docs" / "architecture.md"
 VERSIONS = ROOT / "docs" / "versions.md"
@@ -62,14 +62,6 @@ def test_the_map_has_every_room(path: Path) -> None:
         assert {*re.findall(r"`(\w+)`", " ".join(backends))} == inner
 
 
-def test_the_map_has_every_folder_of_the_repository() -> None:
-    listed = {room for row in table(CONTRIBUTING, "The folders") for room in named(row)}
-    folders = {"tests", "benchmarks", "examples", "docs"}
-    assert listed == rooms() | folders
-    for folder in folders:
-        assert (ROOT / folder).is_dir()
-
-
 # --- commands, versions, addresses ----------------------------------------------------------------
 
 
@@ -98,6 +90,7 @@ def test_the_versions_are_said_as_they_are() -> None:
     text = VERSIONS.read_text(encoding="utf-8")
     assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
     assert f"| Python | {PYTHONS[0]} to {PYTHONS[-1]} |" in text
+    assert loaded(ROOT / "CITATION.cff")["version"] == PROJECT["version"] == polymp.__version__
     for name, called in (("torch", "PyTorch"), ("jax", "jax")):
         first, end = versions.SUPPORTED[name].split(",")
         major, minor = versions.parts(end)
@@ -106,15 +99,6 @@ def test_the_versions_are_said_as_they_are() -> None:
         assert f"{called} {supported}" in (ROOT / "README.md").read_text(encoding="utf-8")
         (asked,) = (r for r in PROJECT["optional-dependencies"][name] if r.startswith(name))
         assert asked.partition(";")[0].strip() == f"{name}{versions.SUPPORTED[name]}"
-
-
-def test_the_citation_is_of_this_version() -> None:
-    citation = loaded(ROOT / "CITATION.cff")
-    assert citation["version"] == PROJECT["version"] == polymp.__version__
-    assert citation["license"] == PROJECT["license"]
-    assert citation["repository-code"] == URLS["Repository"]
-    assert citation["authors"] == PROJECT["authors"]
-    assert {"cff-version", "message", "title", "type"} <= {*citation}
 
 
 # --- the Makefile ---------------------------------------------------------------------------------

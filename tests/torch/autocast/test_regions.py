@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from polymp import policy
 from polymp.torch import autocast
-from tests.support import forks
 from tests.support.torch.compiled import mm
 from tests.support.torch.each_op import inside
 
@@ -135,25 +134,3 @@ def test_activations_in_place_run_no_kernel_of_python(name: str, x: torch.Tensor
         finally:
             sys.setprofile(None)
     assert sum(file.endswith("region_casts.py") for file in codes) == 1  # of the addition
-
-
-CALLS = """
-import sys
-from polymp.torch import autocast
-region, names = autocast("cpu"), []
-def watch(frame, event, _):
-    if event == "call" and frame.f_globals.get("__name__", "").startswith("polymp"):
-        names.append(frame.f_code.co_name)
-for _ in range(2):
-    sys.setprofile(watch)
-    with region:
-        pass
-    sys.setprofile(None)
-    print(*names)
-    names.clear()
-"""
-
-
-def test_entering_and_leaving_makes_three_calls_of_python() -> None:
-    """One more takes 50 ns, of 2 us; no policy has been used in the process."""
-    assert forks.program(CALLS).splitlines() == ["__enter__ __exit__ end"] * 2

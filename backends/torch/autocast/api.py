@@ -109,6 +109,7 @@ class autocast(regions.PreparedRegion):  # the name is torch's
         self._ticket, self._enabled, self.fast_dtype = _prepare(
             device_type, dtype, around, enabled, self._cache_enabled, policy
         )
+        self._traced = None
 
     def __repr__(self) -> str:
         policy = regions.prepared[self._ticket][0].policy

@@ -49,11 +49,12 @@ class PreparedRegion:
     Both methods run at every `with`: a call of Python more shows in the overhead of regions.
     """
 
-    # Open entries in code that torch.compile traces, linked from the youngest to the oldest.
-    _traced: "_Entries | None" = None
+    # Open entries in code that torch.compile traces, linked from the youngest to the oldest. On the
+    # object from the start: a graph is guarded by what attributes it has.
+    _traced: "_Entries | None"
 
     def __init__(self, ticket: str) -> None:
-        self._ticket = ticket
+        self._ticket, self._traced = ticket, None
 
     @dynamo.no_frame
     def __enter__(self) -> Self:

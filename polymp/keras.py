@@ -48,7 +48,8 @@ def use(model: M, policy: Source | None = None, *, dtype: DTypeLike = "bfloat16"
     in the layer whose name is head.
 
     In float16 Keras' `LossScaleOptimizer` goes round the compiled optimizer, unless it is one, and
-    the logs of training have `loss_scale`; in bfloat16 it is taken off. The model is saved with it.
+    the logs of training have `loss_scale`; a `loss_scale_factor` of the optimizer has no effect
+    then. In bfloat16 it is taken off. The model is saved with it.
     Call `use` again after `load_model` and after another `compile`.
 
     Args:

@@ -10,7 +10,7 @@ it. Nothing here knows what a module is.
 import difflib
 import fnmatch
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import lru_cache
 
 from polymp.errors import PolicyError
@@ -74,12 +74,14 @@ def hint(pattern: str, paths: Iterable[str], none: str) -> str:
     return f"paths are, for example, {', '.join(map(repr, first))}." if first else none
 
 
-def matching(pattern: str, paths: Collection[str], where: str, what: str, none: str) -> set[str]:
+def matching(
+    pattern: str, paths: Collection[str], where: str, what: str, hint: Callable[[str], str]
+) -> set[str]:
     """The paths that a pattern matches; it has to match one."""
     check(pattern, where)
     found = {path for path in paths if depth(pattern, path)}
     if not found:
-        raise PolicyError(f"{where}: {pattern!r} matches no {what}: {hint(pattern, paths, none)}")
+        raise PolicyError(f"{where}: {pattern!r} matches no {what}: {hint(pattern)}")
     return found
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -595,6 +595,8 @@ def test_what_is_wrong_in_torch_is_refused() -> None:
     message = "torch=Function is a class. Of an autograd.Function, register Function.apply."
     given = {"torch": torch.autograd.Function}
     all_refused("register_op('own'): ", (TypeError, given, message))
+    given, message = {"torch": partial(print)}, "has no name. Register a function that calls it."
+    all_refused("register_op('own'): ", (TypeError, given, f"torch={given['torch']!r} {message}"))
     polymp.register_op(name, "fp32", torch=f"{name}::op")
     message = (
         f"aten op '{name}::op' is in the vocabulary already, as {name!r}: it cannot be registered "

@@ -11,7 +11,7 @@ JAX = {"name": "jax", "version": "0.10.2", "devices": ["cpu"], "problem": ""}
 
 
 def facts(*frameworks, nvidia=False):
-    """What `gather` finds on a machine made up."""
+    """The frameworks and devices of a machine made up, as `gather` has them."""
     return [dict(framework) for framework in frameworks or (TORCH, JAX)], nvidia
 
 

@@ -33,7 +33,7 @@ def state() -> tuple[Any, ...]:
 
 @pytest.fixture(scope="module")
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What `main` of the test's module returns on each of two ranks."""
+    """The results of `main` of the test's module on two ranks."""
     from tests.support.torch.ranks import launch
 
     program = request.module.__name__

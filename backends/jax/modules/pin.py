@@ -4,6 +4,7 @@ import reprlib
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import jax
@@ -115,9 +116,9 @@ def pin(params: object, dtype: jax.typing.DTypeLike, paths: Sequence[str] = ("*"
         raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
     leaves = [path for path, leaf in _leaves(params) if is_float(leaf)]
     pinned: set[str] = set()
+    hint = partial(scopes.hint, paths=leaves, none="the tree has no float leaves.")
     for pattern in paths:
-        none = "the tree has no float leaves."
-        pinned |= scopes.matching(pattern, leaves, "pin()", "float parameter", none)
+        pinned |= scopes.matching(pattern, leaves, "pin()", "float parameter", hint)
     pins = Pins(full, tuple(sorted(pinned)))
     pins.check(params)
     return pins

@@ -277,9 +277,9 @@ class _LowWeights:
         """The parameters as they are kept."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = [leaf_path(path) for path, leaf in leaves if is_float(leaf)]
+        hint = partial(scopes.hint, paths=paths, none="the tree has no float arrays.")
         for pattern in self.kept:
-            none, keep = "the tree has no float arrays.", "low_weights(): keep"
-            scopes.matching(pattern, paths, keep, "float parameter", none)
+            scopes.matching(pattern, paths, "low_weights(): keep", "float parameter", hint)
         made: P = self.each_low(lambda x: self.leaf.first(x)[0], params)
         return made
 

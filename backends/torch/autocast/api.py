@@ -106,10 +106,10 @@ class autocast(regions.PreparedRegion):  # the name is torch's
             cache_enabled = torch.is_autocast_cache_enabled() if traced else regions.wants_cache()
         self._cache_enabled = cache_enabled
         self.fast_dtype: torch.dtype
-        self._ticket, self._enabled, self.fast_dtype = _prepare(
+        ticket, self._enabled, self.fast_dtype = _prepare(
             device_type, dtype, around, enabled, self._cache_enabled, policy
         )
-        self._traced = None
+        super().__init__(ticket)
 
     def __repr__(self) -> str:
         policy = regions.prepared[self._ticket][0].policy

@@ -33,6 +33,8 @@ def spelled(given: Any, name: str, where: str) -> tuple[tuple[str, ...], Any]:
         raise TypeError(
             f"{where}: torch={name} is a class. Of an autograd.Function, register {name}.apply."
         )
+    if not hasattr(given, "__qualname__"):  # such as a partial
+        raise TypeError(f"{where}: torch={given!r} has no name. Register a function that calls it.")
     named, ruled, owner = given, given, getattr(given, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         if given == owner.apply:  # each `apply` has the same name

@@ -3,7 +3,8 @@
 Pinning is about storage alone: the policy decides in which dtype an op computes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -170,8 +171,9 @@ def _pins(
     if paths is not None:
         if isinstance(paths, str):
             raise PolicyError(f"pin(): paths={paths!r} is not a list. Write paths=[{paths!r}].")
-        matched = {pattern: _matched(pattern, modules) for pattern in paths}
-        meant = set().union(*matched.values())
+        hint = partial(subclass.hint, models=[root])
+        found = (scopes.matching(p, modules, "pin()", "module", hint) for p in paths)
+        meant = set().union(*found)
     pins = {path: (m, Pin(dtype, None)) for path, m in modules.items() if path in meant}
     shared = {id(t) for m, kept in pins.values() for _, t in kept.tensors(m)}
     for path, module in modules.items():
@@ -179,12 +181,3 @@ def _pins(
         if names and path not in pins:
             pins[path] = module, Pin(dtype, names)
     return pins
-
-
-def _matched(pattern: str, modules: Mapping[str, nn.Module]) -> set[str]:
-    scopes.check(pattern, "pin()")
-    found = {path for path in modules if scopes.depth(pattern, path)}
-    if not found:
-        hint = subclass.hint(pattern, [modules[""]])
-        raise PolicyError(f"pin(): {pattern!r} matches no module: {hint}")
-    return found

@@ -239,7 +239,7 @@ def summed(x: Any) -> Any:
 
 @pytest.mark.parametrize("fn", [jax.nn.softmax, jax.nn.gelu, carried, summed])
 def test_what_a_derivative_computes_for_itself_is_no_result(fn: Any) -> None:
-    """What only the next round of a loop reads is one, and what a program alone has no use for."""
+    """But one that only the next round of a loop reads is, and one that a program alone makes."""
 
     def loss(x: Any) -> Any:
         out = fn(x)

@@ -100,7 +100,7 @@ def tensors(dtype: torch.dtype, shape: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def summed(t: torch.Tensor) -> tuple[Any, ...]:
-    """What a device sums up: the values, and how many elements are zero and not finite."""
+    """The sums of a device: the values, and how many elements are zero and not finite."""
     found = recording.sums(t).tolist()
     return tuple(found[:VALUES]), *map(int, found[VALUES:])
 

@@ -143,7 +143,7 @@ def test_weights_are_gathered_low_and_gradients_added_up_in_float32(notes: Any, 
 
 
 def test_explain_shows_the_ops_of_the_model_with_weights_as_they_were_gathered(notes: Any) -> None:
-    """What FSDP copies and sends has no rows."""
+    """Copies that FSDP makes and sends have no rows."""
     plain = made()
     with explain(model=plain) as report:
         step(plain, data(), "amp")

@@ -22,7 +22,7 @@ from polymp.backends.torch.compat import accelerators
 from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.scaling import ScaleRule, ScaleState
-from polymp.torch import GradScaler, autocast
+from polymp.torch import GradScaler
 from tests.support.torch.each_op import EachOp
 
 pytestmark = pytest.mark.usefixtures("capturable_here")
@@ -342,38 +342,3 @@ def test_launches_of_a_fused_step(count: int) -> None:
     # Every fourth update sends the state to the host, in one piece; the copy is none here.
     assert [row[2] for row in settled] == [5 + (at % 4 == 3) for at in range(8, 24)]
     assert {row[1] for row in launches(GradScaler, count, min_scale=1.0)[1:]} == {theirs[1] - 1}
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-# torch has no fused Adagrad for CUDA.
-@pytest.mark.parametrize("name", [name for name in FREE if name != "Adagrad, fused"])
-def test_on_a_gpu_nothing_waits(name: str) -> None:
-    """That the mode sees a wait is shown by tests/torch/autocast/test_gpu.py."""
-    make, options = FREE[name]
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(16, 16, bias=False), torch.nn.ReLU(), torch.nn.Linear(16, 16, bias=False)
-    ).cuda()
-    optimizer = make(net.parameters())
-    scaler = GradScaler("cuda", 2.0**10, growth_interval=5, on_stuck="raise", **options)
-    x = torch.randn(4, 16, device="cuda")
-    inf = torch.full_like(x, float("inf"))
-    try:
-        for step in range(STEPS):
-            # The step that makes the state is the first good one.
-            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-            optimizer.zero_grad()
-            with autocast("cuda", dtype=torch.float16):
-                loss = net(inf if step in BAD else x).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            skipped = scaler.step_skipped(optimizer)
-            scaler.update()
-            assert skipped.is_cuda
-            assert scaler.skipped_steps.is_cuda
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert scaler.skipped_steps.item() == len(BAD)
-    assert all(p.isfinite().all() for p in net.parameters())

@@ -329,26 +329,6 @@ def page(found: Callable[[str, str], Outcome]) -> str:
     return "\n\n".join(["\n".join(lines), *(f"> {text}" for text in said)]) + "\n"
 
 
-# Inf on one of two ranks or devices, by how they share the work.
-DATA = "the same parameters, averaged gradients"
-SPLIT = "own parameters on each rank"
-WAYS = (DATA, SPLIT)
-OnRanks = dict[str, dict[str, list[tuple[float, bool]]]]  # way, scaler, rank: scale, finite
-
-
-def ranks_page(found: OnRanks) -> str:
-    """The table of Inf on one of two ranks, in Markdown."""
-    names = dict.fromkeys(name for scalers in found.values() for name in scalers)
-    heads = " | ".join(f"scales of the ranks: {way}" for way in WAYS)
-    lines = [f"| scaler | {heads} | parameters at the end |", "|---|---|---|---|"]
-    for name in names:
-        ranks = [found[way][name] for way in WAYS]
-        scales = [", ".join(shown(scale) for scale, _ in each) for each in ranks]
-        finite = all(good for each in ranks for _, good in each)
-        lines.append(f"| {name} | {' | '.join(scales)} | {'finite' if finite else '**NaN**'} |")
-    return "\n".join(lines) + "\n"
-
-
 def versions() -> str:
     """The packages that were run."""
     names = dict.fromkeys(["torch", "jax"] + [subject.package for subject in SUBJECTS.values()])

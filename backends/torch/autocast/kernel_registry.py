@@ -13,13 +13,7 @@ from functools import cache
 
 import torch
 
-from polymp.backends.torch.autocast import (
-    autocast_kernel,
-    op_facts,
-    region_casts,
-    regions,
-    torch_table,
-)
+from polymp.backends.torch.autocast import autocast_kernel, region_casts, regions, torch_table
 from polymp.backends.torch.autocast.torch_table import check
 from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.errors import PolicyError
@@ -51,7 +45,7 @@ def prepare(region: Region) -> None:
             install(region.policy, region.device, region.dtype if region.enabled else "")
         if region.enabled:
             region_casts.watch(region.device)
-            for name in op_facts.COMMON_WRITERS:
+            for name in TAKE_NUMBERS:
                 put_in_front(name)
             if now.records:
                 _cover(region.device)
@@ -161,6 +155,11 @@ def _is_alone() -> bool:
         thread == mine or frame.f_globals.get("__name__") in _WAITING
         for thread, frame in sys._current_frames().items()
     )
+
+
+# What `region_casts` watches and Python passes numbers to, which no kernel behind a transform can
+# read. Source: torch v2.13 torch/csrc/utils/python_arg_parser.cpp, numbers as tensors.
+TAKE_NUMBERS = "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor div_.Tensor_mode copy_".split()
 
 
 @cache

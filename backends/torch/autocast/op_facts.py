@@ -111,11 +111,6 @@ WRITERS = (
     "_fused_sgd_ _fused_adam_ _fused_adamw_ _fused_adagrad_"
 ).split()
 
-# The overloads of them that models call most. Python passes numbers to them, which no kernel behind
-# a transform of torch.func can read. Source: torch v2.13 torch/csrc/utils/python_arg_parser.cpp,
-# numbers as tensors.
-COMMON_WRITERS = "add_.Tensor sub_.Tensor mul_.Tensor div_.Tensor div_.Tensor_mode copy_".split()
-
 
 def in_float32(overload: str) -> bool:
     """Return whether the op's own kernel computes in float32 on low inputs, and rounds once."""

@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import clear_autocast_cache, set_autocast_enabled
+from torch import clear_autocast_cache
 from torch.compiler import is_dynamo_compiling
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -142,9 +142,7 @@ def watch(device: str) -> None:
         ops = (getattr(packet, variant) for variant in packet.overloads())
         for op in filter(dispatcher.is_dispatched, ops):
             name = op.name().removeprefix("aten::")
-            common = name in op_facts.COMMON_WRITERS
-            kernel = _common_writer(op, device) if common else _writer(op, key)
-            dispatcher.put(dispatcher.library_of(name), name, kernel, key, keyset=not common)
+            dispatcher.put(dispatcher.library_of(name), name, _writer(op, key), key)
 
 
 @cache
@@ -166,26 +164,6 @@ def _writer(op: torch._ops.OpOverload, key: str) -> Any:
         if not isinstance(into, torch.Tensor) or into.requires_grad or into._is_view():
             writing(into)
         return pass_on(keys, args, kwargs)
-
-    return dynamo.no_frame(writer, inside=True)
-
-
-def _common_writer(op: torch._ops.OpOverload, device: str) -> Any:
-    """Make the kernel of one of `op_facts.COMMON_WRITERS`: torch's method, with autocast off.
-
-    It takes two thirds of the time: no set of keys is made, and no schema is read. These ops call
-    none that would be cast.
-    """
-    method = getattr(torch.Tensor, op.overloadpacket.__name__)
-
-    def writer(into: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        if into._is_view() or (into.requires_grad and into.is_leaf):
-            writing(into)
-        try:
-            set_autocast_enabled(device, False)
-            return method(into, *args, **kwargs)
-        finally:
-            set_autocast_enabled(device, True)
 
     return dynamo.no_frame(writer, inside=True)
 

@@ -147,21 +147,14 @@ def destroy(library: torch.library.Library) -> None:
     library._destroy()
 
 
-def put(
-    library: torch.library.Library,
-    name: str,
-    kernel: Callable[..., Any],
-    key: str,
-    *,
-    keyset: bool = True,
-) -> None:
-    """Register a kernel, which takes the keyset first if told to, in place of any on the key.
+def put(library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str) -> None:
+    """Register a kernel that takes the keyset first, in place of any other on the key.
 
     torch warns once when a kernel is replaced; here that is intended.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl(name, kernel, key, with_keyset=keyset, allow_override=True)
+        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
 # The keys of kernels that are made of other ops, which run if the device has none of its own.

@@ -277,15 +277,15 @@ class Pairs:
         allowed += np.multiply.outer(low * stored, np.ones(VALUES))
         return np.abs(a.values[i] - b.values[j]), allowed
 
-    def comparable(self, i: int, j: int) -> tuple[Any, Any]:
-        """The same of the numbers of two arrays that can be compared."""
+    def comparable(self, i: int, j: int, found: bool = False) -> tuple[Any, Any]:
+        """The same of the numbers of two arrays that can be compared, `found` by these or given."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.differences(i, j)
         masks = self.one.masks(i) and self.other.masks(j)
         if (one.bad != other.bad) if masks else (bool(one.bad) != bool(other.bad)):
             difference = np.full(VALUES, math.inf)  # rounding alone moves none of these
         ordered = self._in_order(i, j, allowed[RMS])
-        if one.kind == UPDATE:
+        if one.kind == UPDATE and not found:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
             # rounding, an element jumps, which no probe may have shown: up to two are let pass.
             if not ordered:
@@ -308,9 +308,9 @@ class Pairs:
         masked = (k for k in near if other.arrays[k].bad and other.masks(k))
         return next((k for k in masked if _group(other.arrays[k]) == _group(array)), None)
 
-    def excess(self, i: int, j: int) -> float:
+    def excess(self, i: int, j: int, found: bool = False) -> float:
         """How many times larger the largest difference is than what rounding explains."""
-        return _worst(*self.comparable(i, j))[0]
+        return _worst(*self.comparable(i, j, found))[0]
 
     def _in_order(self, i: int, j: int, allowed: float) -> bool:
         """True if two arrays have their elements in the same order.
@@ -365,7 +365,7 @@ class Pairs:
         fits = (difference[:, ORDERLESS] <= allowed[:, ORDERLESS]).all(1)
         ones, others = np.broadcast_arrays(i, j)
         pairs = zip(ones[fits].tolist(), others[fits].tolist(), strict=True)
-        return [pair for pair in pairs if self._near(*pair) and self.excess(*pair) <= 1]
+        return [pair for pair in pairs if self._near(*pair) and self.excess(*pair, True) <= 1]
 
     def _near(self, i: int, j: int) -> bool:
         """True if two arrays may be of one call: not in other modules, of those that both have."""
@@ -390,34 +390,37 @@ class Pairs:
             array = self.other.arrays[j]
             return Compared(None, array, _alone(array, self.one, j in passed_there))
 
+        def tells(j: int) -> bool:
+            # Where ops are split otherwise, what only the other run has says nothing but at an end.
+            end = self.other.arrays[j].kind == RESULT and not self.other.readers[j]
+            known = not self.by_values or end or self.other.arrays[j].name == COMPILED
+            return known and j not in self.partners
+
         rows: list[Compared] = []
         todo = 0  # of the other run
         for i, array in enumerate(self.one.arrays):
             j = self.partner.get(i)
             if j is not None:
-                rows += [alone(k) for k in range(todo, j) if k not in self.partners]
+                rows += map(alone, filter(tells, range(todo, j)))
                 todo = max(todo, j + 1)
                 rows.append(self._pair(i, j))
             else:
                 rows.append(Compared(array, None, _alone(array, self.other, i in passed)))
         rest = range(todo, len(self.other.arrays))
-        rows += [alone(k) for k in rest if k not in self.partners]
-        if self.by_values:  # what only the other run has says nothing: its ops are split otherwise
-            rows = [
-                r
-                for r in rows
-                if r.one is not None or r.array.name == COMPILED or _is_returned(r.array)
-            ]
-        first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
-        if first is not None and (first.one is None or first.other is None):
+        rows += map(alone, filter(tells, rest))
+        while True:
+            first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
+            if first is None or (first.one is not None and first.other is not None):
+                return rows, first
             lone, first = first, self._with_partner(first)
-            if _is_end(lone.array) and first.verdict == UNEXPLAINED:
+            if _is_end(lone.array) and first.verdict in (EXPLAINED, UNEXPLAINED):
                 rows = [
                     first if r is lone else r
                     for r in rows
                     if r is lone or (r.one is not first.one and r.other is not first.other)
                 ]
-        return rows, first
+            if first.verdict != EXPLAINED:
+                return rows, first
 
     def _not_comparable(self) -> set[int]:
         """Updates and gradients of inputs that only the first run has, and what these alone read.
@@ -475,8 +478,7 @@ class Pairs:
             update = row.array.kind == UPDATE
             k = _update_of(mine, at, theirs, twins) if update else _same_end(mine, at, theirs)
             if k is not None and k not in taken:
-                pair = (at, k) if row.one is not None else (k, at)
-                return self._pair(*pair)._replace(verdict=UNEXPLAINED)
+                return self._pair(*((at, k) if row.one is not None else (k, at)))
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         found: list[tuple[bool, bool, int]] = []

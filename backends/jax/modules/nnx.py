@@ -106,7 +106,12 @@ def of_state(fn: Callable[..., object], model: object) -> tuple[Callable[..., ob
 
 def shape_of(args: object) -> Hashable:
     """The graphs of the modules among the arguments; a trace holds for modules of these."""
-    return tuple(_flax().graphdef(node) for node in nodes(args))
+    graphs = tuple(_flax().graphdef(node) for node in nodes(args))
+    try:
+        hash(graphs)
+    except TypeError:  # an attribute is a dict, as of options: nnx.jit takes it, too
+        return repr(graphs)
+    return graphs
 
 
 def leaves_with_paths(tree: object) -> list[tuple[tuple[Any, ...], Any]]:

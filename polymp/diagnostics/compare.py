@@ -80,7 +80,7 @@ class Comparison(Shown):
     def parted(self) -> Compared | None:
         """The first call that only one run has, or that runs in another dtype; None of none."""
         # Two frameworks split calls in their own ways, and have small ones in other dtypes.
-        other = record_pairs.other_policy if self._across else lambda row: bool(row.parts)
+        other = record_pairs.in_another_dtype if self._across else lambda row: bool(row.parts)
         return next((r for r in self.rows if r.array.kind == RESULT and other(r)), None)
 
     @property

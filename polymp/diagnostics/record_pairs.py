@@ -8,6 +8,13 @@ where t is Student's quantile: a spread is a mean of squares, one for each probe
 projections eight for each, and is less certain the fewer these are. The last part is the error of
 the numbers themselves. Without probes, `spread` is an estimate: each call's own rounding, and of
 what it reads, as far as the magnitudes tell.
+
+    partner   the array of the other run that one is held against: that in its place of the program,
+              by module, op, shape and order, or its twin
+    twin      the array of the other run that has the same values, but for rounding
+    passed    what only one run has, but what reads it has a twin: it vouches for what it reads
+    doubtful  a twin that is so nearly none that it may be one by chance: it vouches for nothing
+              that another reader does not
 """
 
 import functools
@@ -20,7 +27,7 @@ import numpy as np
 
 from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.rounding import factor, unit_roundoff
+from polymp.diagnostics.rounding import EXACT, factor, unit_roundoff
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -44,7 +51,7 @@ _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
-_WEAK = 0.3  # of what rounding explains: a pair with a larger difference may be one by chance
+_DOUBTFUL = 0.3  # of what rounding explains: a pair with a larger difference may be one by chance
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
@@ -122,10 +129,10 @@ class Side:
         else:
             self.spread = _estimated(step.arrays)
         # Of one element: in the mean over signs, the square of a projection is the mean square.
-        whole = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
-        self.spread[:, PROJECTIONS] = whole
+        element = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
+        self.spread[:, PROJECTIONS] = element
         for part in (slice(AMAX, AMAX + 1), ELEMENTS):
-            self.spread[:, part] = np.maximum(self.spread[:, part], whole)
+            self.spread[:, part] = np.maximum(self.spread[:, part], element)
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
         # The unit roundoff of the inputs and constants that an array is made of: what rounded these
         # is no call.
@@ -134,31 +141,40 @@ class Side:
             given = a.dtype in FORMATS and (a.kind == INPUT or not a.reads)
             own = unit_roundoff(a.dtype) if given else 0.0
             units.append(max((own, *(units[r] for r in a.reads))))
-        self.units = np.array(units, np.float64)
+        self.roundoff = np.array(units, np.float64)
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
         inputs = [i for i, a in enumerate(step.arrays) if a.kind == INPUT]
-        self.bits = {i: 1 << n for n, i in enumerate(inputs)}
+        self.input_bits = {i: 1 << n for n, i in enumerate(inputs)}
         self.by_size: dict[tuple[str, int], Any] = {}
         for i, a in enumerate(step.arrays):
-            self.by_size.setdefault(_size(a), []).append(i)
+            self.by_size.setdefault(_group(a), []).append(i)
         self.by_size = {key: np.array(at) for key, at in self.by_size.items()}
         # Of calls outside of the backward pass, those that read what it made.
-        self.looks: set[int] = set()
+        self.after_backward: set[int] = set()
         self.readers: list[list[int]] = [[] for _ in step.arrays]
         for i, a in enumerate(step.arrays):
             for source in a.reads:
                 self.readers[source].append(i)
-                back = step.arrays[source].direction == BACKWARD or source in self.looks
+                back = step.arrays[source].direction == BACKWARD or source in self.after_backward
                 if back and a.kind == RESULT and a.direction != BACKWARD:
-                    self.looks.add(i)
+                    self.after_backward.add(i)
 
-    def tells(self, i: int) -> bool:
+    def above_noise(self, i: int) -> bool:
         """True if an array is more than rounding, which the gradient of a key's bias is."""
         return not self.spread[i][RMS] > _NOISE * self.rms[i]
 
+    def masks(self, i: int) -> bool:
+        """True if only a mask can have made the Inf of an array; others may overflow in one run."""
+        a = self.arrays[i]
+        within = a.dtype in FORMATS and self.largest[i] < FORMATS[a.dtype].max / 4
+        if not within or a.name not in EXACT | _ADDS:
+            return False
+        read = (self.arrays[r] for r in a.reads)
+        return not any(0 < x.bad < x.size == a.size for x in read)
 
-def _size(a: RecordedArray) -> tuple[str, int]:
+
+def _group(a: RecordedArray) -> tuple[str, int]:
     """Arrays of other sizes, or of another part of the step, are never the same."""
     back = a.direction == BACKWARD or a.kind == GRADIENT
     return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
@@ -190,40 +206,46 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
 class Pairs:
     """The arrays of two runs, matched."""
 
-    def __init__(self, one: Side, other: Side, across: bool) -> None:
-        self.one, self.other, self.ported = one, other, across
-        self.across = across  # True if the calls are matched by their values
+    def __init__(self, one: Side, other: Side, ported: bool) -> None:
+        self.one, self.other = one, other
+        self.ported = ported  # True of two frameworks
+        self.by_values = ported  # True if the calls are matched by their values
         numbers = VALUES * (len(one.arrays) + len(other.arrays))
-        self.chance = factor(numbers)
+        self.deviations = factor(numbers)
         paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
         self.shared = paths[0] & paths[1]  # module paths that both have, and the top level
         if self.shared:
             self.shared.add("")
-        self.aligned: dict[int, int] = {}
-        if not across:
-            self.aligned = _inputs(one, other)
-            calls = _aligned(one, other, bool(self.shared))
+        self.partner: dict[int, int] = {}  # of the first run: the array that it is held against
+        if not ported:
+            self.partner = _by_name(one, other)
+            calls = _by_place(one, other, bool(self.shared))
             if len(calls) >= _SAME * min(len(one.results), len(other.results)):
-                self.aligned |= calls
+                self.partner |= calls
             else:  # another program, such as a port, or what a region makes of it
-                self.across = True
+                self.by_values = True
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
         self.ordered: set[int] = set()  # of these, those that have the same order of elements
         for i in range(len(one.arrays)):
-            j = self.aligned.get(i)
+            j = self.partner.get(i)
             if j is None or self.excess(i, j) > 1:
-                j = self.search(i, alone=j is None)
+                j = self.search(i, j)
             if j is not None:
                 self.twins[i] = j
-                if len(self.held(i, j)[0]) == VALUES:
+                if len(self.comparable(i, j)[0]) == VALUES:
                     self.ordered.add(i)
-        self.aligned |= self.twins  # where a call was aligned wrongly, the other one is left
-        self.taken = {*self.aligned.values()}
+        self.partner |= self.twins  # where a call was aligned wrongly, the other one is left
+        self.partners = {*self.partner.values()}
         # Of the other run: the arrays whose values the first one has.
-        rest = (j for j in range(len(other.arrays)) if j not in self.taken)
-        self.met = {*self.twins.values(), *filter(self.has_twin, rest)}
+        rest = (j for j in range(len(other.arrays)) if j not in self.partners)
+        self.found = {*self.twins.values(), *filter(self.has_twin, rest)}
+        for i in range(len(one.arrays)):
+            k = self._other_mask(i)
+            if k is not None:
+                self.partner[i] = k
+                self.partners.add(k)
 
-    def numbers(self, i: int, j: Any) -> tuple[Any, Any]:
+    def differences(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
         a, b = self.one, self.other
         squares = a.spread[i] ** 2, b.spread[j] ** 2
@@ -238,22 +260,25 @@ class Pairs:
         counts = np.multiply.outer(pooled, np.ones(VALUES))
         counts[..., RMS : PROJECTIONS.start] = 1
         certain = _certainty(squares, (a.probes, b.probes)) * counts
-        allowed = _quantile(self.chance, certain) * spread + np.multiply.outer(size, floor)
+        allowed = _quantile(self.deviations, certain) * spread + np.multiply.outer(size, floor)
         # Noise adds to a mean square: of a result that is mostly noise, a change of second order.
-        whole = spread[..., PROJECTIONS.start]
-        noise = whole * np.minimum(whole / np.maximum(size, np.finfo(float).tiny), 1.0)
+        element = spread[..., PROJECTIONS.start]
+        noise = element * np.minimum(element / np.maximum(size, np.finfo(float).tiny), 1.0)
         allowed[..., ORDERLESS] += noise[..., None]
-        low = np.where(a.units[i] == b.units[j], 0.0, np.maximum(a.units[i], b.units[j]))
-        stored = np.maximum(a.largest[i], b.largest[j]) + self.chance * size / math.sqrt(3)
+        low = np.where(
+            a.roundoff[i] == b.roundoff[j], 0.0, np.maximum(a.roundoff[i], b.roundoff[j])
+        )
+        stored = np.maximum(a.largest[i], b.largest[j]) + self.deviations * size / math.sqrt(3)
         allowed += np.multiply.outer(low * stored, np.ones(VALUES))
         return np.abs(a.values[i] - b.values[j]), allowed
 
-    def held(self, i: int, j: int) -> tuple[Any, Any]:
+    def comparable(self, i: int, j: int) -> tuple[Any, Any]:
         """The same of the numbers of two arrays that can be compared."""
         one, other = self.one.arrays[i], self.other.arrays[j]
-        difference, allowed = self.numbers(i, j)
-        if bool(one.bad) != bool(other.bad):  # Inf or NaN in one run alone
-            difference = np.full(VALUES, math.inf)
+        difference, allowed = self.differences(i, j)
+        masks = self.one.masks(i) and self.other.masks(j)
+        if (one.bad != other.bad) if masks else (bool(one.bad) != bool(other.bad)):
+            difference = np.full(VALUES, math.inf)  # rounding alone moves none of these
         ordered = self._in_order(i, j, allowed[RMS])
         if one.kind == UPDATE:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
@@ -265,9 +290,22 @@ class Pairs:
         part = slice(0, VALUES) if ordered else ORDERLESS
         return difference[part], allowed[part]
 
+    def _other_mask(self, i: int) -> int | None:
+        """The masked scores of the other run where those of the first have no twin; None of others.
+
+        What reads them may have the same values in both runs, but for rounding: the Inf tell more.
+        """
+        array, other = self.one.arrays[i], self.other
+        if i in self.partner or not (array.bad and self.one.masks(i)):
+            return None
+        read = [self.twins[r] for r in array.reads if r in self.twins]
+        near = (k for j in read for k in other.readers[j] if k not in self.found | self.partners)
+        masked = (k for k in near if other.arrays[k].bad and other.masks(k))
+        return next((k for k in masked if _group(other.arrays[k]) == _group(array)), None)
+
     def excess(self, i: int, j: int) -> float:
         """How many times larger the largest difference is than what rounding explains."""
-        return _worst(*self.held(i, j))[0]
+        return _worst(*self.comparable(i, j))[0]
 
     def _in_order(self, i: int, j: int, allowed: float) -> bool:
         """True if two arrays have their elements in the same order.
@@ -277,7 +315,7 @@ class Pairs:
         axes may be one, if it is so in what the call reads.
         """
         mine, theirs = self.one.arrays[i].shape, self.other.arrays[j].shape
-        if not self.across:
+        if not self.by_values:
             return mine == theirs
         if allowed <= _ROUGH * max(self.one.rms[i], self.other.rms[j]):
             return False
@@ -286,34 +324,37 @@ class Pairs:
         if len({*lengths}) < len(lengths):
             return False
         known = not self.ordered.isdisjoint(self.one.arrays[i].reads)
-        parts = _ends(mine) <= _ends(theirs) or _ends(theirs) <= _ends(mine)
+        ends = [_leading_products(shape) for shape in (mine, theirs)]
+        parts = ends[0] <= ends[1] or ends[1] <= ends[0]
         return mine == theirs or (known and parts)
 
-    def search(self, i: int, alone: bool) -> int | None:
+    def search(self, i: int, placed: int | None) -> int | None:
         """The array of the other run that has the values of one of the first; None without.
 
-        One that is aligned with another may have been aligned wrongly, with a call in its module.
+        The one in its place may be wrong: of another call of the op in the module, or of another
+        spelling, as a product with a bias beside one without.
         """
         array = self.one.arrays[i]
-        if not alone and array.kind not in (RESULT, INPUT):
+        if placed is not None and array.kind not in (RESULT, INPUT):
             return None
-        fits = [j for _, j in self._with_values(i, self.other.by_size.get(_size(array)))]
+        fits = [j for _, j in self._with_values(i, self.other.by_size.get(_group(array)))]
         alike = [j for j in fits if _alike(self.other.arrays[j], array)]
-        if alone:
+        if placed is None:
             return next(iter(alike or fits), None)
-        near = (j for j in alike if self.other.modules[j] == self.one.modules[i])
+        likely = alike if self.other.arrays[placed].name == array.name else fits
+        near = (j for j in likely if self.other.modules[j] == self.one.modules[i])
         return next(near, None) if self.one.rms[i] else None
 
     def has_twin(self, j: int) -> bool:
         """True if some array of the first run has the values of one of the other."""
-        at = self.one.by_size.get(_size(self.other.arrays[j]))
+        at = self.one.by_size.get(_group(self.other.arrays[j]))
         return bool(self._with_values(at, j))
 
     def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
         """Of arrays of the first run and of the other, one on one side, the pairs that agree."""
         if i is None or j is None:
             return []
-        difference, allowed = self.numbers(i, j)
+        difference, allowed = self.differences(i, j)
         fits = (difference[:, ORDERLESS] <= allowed[:, ORDERLESS]).all(1)
         ones, others = np.broadcast_arrays(i, j)
         pairs = zip(ones[fits].tolist(), others[fits].tolist(), strict=True)
@@ -328,32 +369,32 @@ class Pairs:
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
-        whole = self.shared if self.ported else set()
-        left = self._left() if self.across else set()
-        weak = {i for i, j in self.twins.items() if self.excess(i, j) > _WEAK}
-        stays = {*self.aligned, *left}
-        healed = _healed(self.one, stays, self._evidence(), whole, weak) | left
-        every = dict.fromkeys((j for j in self.met if self.other.tells(j)), -1)
-        stays, weak = self.met | self.taken, {self.twins[i] for i in weak}
-        healed_other = _healed(self.other, stays, every, whole, weak) | self.met
+        shared = self.shared if self.ported else set()
+        left = self._not_comparable() if self.by_values else set()
+        doubtful = {i for i, j in self.twins.items() if self.excess(i, j) > _DOUBTFUL}
+        kept = {*self.partner, *left}
+        passed = _vouched_for(self.one, kept, self._evidence(), shared, doubtful) | left
+        every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
+        kept, doubtful = self.found | self.partners, {self.twins[i] for i in doubtful}
+        passed_there = _vouched_for(self.other, kept, every, shared, doubtful) | self.found
 
         def alone(j: int) -> Compared:
             array = self.other.arrays[j]
-            return Compared(None, array, _alone(array, self.one, j in healed_other))
+            return Compared(None, array, _alone(array, self.one, j in passed_there))
 
         rows: list[Compared] = []
         todo = 0  # of the other run
         for i, array in enumerate(self.one.arrays):
-            j = self.aligned.get(i)
+            j = self.partner.get(i)
             if j is not None:
-                rows += [alone(k) for k in range(todo, j) if k not in self.taken]
+                rows += [alone(k) for k in range(todo, j) if k not in self.partners]
                 todo = max(todo, j + 1)
                 rows.append(self._pair(i, j))
             else:
-                rows.append(Compared(array, None, _alone(array, self.other, i in healed)))
+                rows.append(Compared(array, None, _alone(array, self.other, i in passed)))
         rest = range(todo, len(self.other.arrays))
-        rows += [alone(k) for k in rest if k not in self.taken]
-        if self.across:  # what only the other run has says nothing: its ops are split otherwise
+        rows += [alone(k) for k in rest if k not in self.partners]
+        if self.by_values:  # what only the other run has says nothing: its ops are split otherwise
             rows = [r for r in rows if r.one is not None or r.array.name == COMPILED]
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
         if first is not None and (first.one is None or first.other is None):
@@ -366,7 +407,7 @@ class Pairs:
                 ]
         return rows, first
 
-    def _left(self) -> set[int]:
+    def _not_comparable(self) -> set[int]:
         """Updates and gradients of inputs that only the first run has, and what these alone read.
 
         Such inputs are the state of an optimizer, or weights that one framework packs into one.
@@ -374,11 +415,11 @@ class Pairs:
         """
         arrays, other = self.one.arrays, self.other.arrays
         news = {a.name for i, a in enumerate(arrays) if a.kind == INPUT and i not in self.twins}
-        lost = {_size(a) for j, a in enumerate(other) if j not in self.met}
+        lost = {_group(a) for j, a in enumerate(other) if j not in self.found}
         left: set[int] = set()
         for i in reversed(range(len(arrays))):
             a, readers = arrays[i], self.one.readers[i]
-            state = a.kind == UPDATE and _size(a) not in lost
+            state = a.kind == UPDATE and _group(a) not in lost
             end = state or (a.kind in (GRADIENT, UPDATE) and a.name in news)
             if i not in self.twins and (end or (readers and left.issuperset(readers))):
                 left.add(i)
@@ -391,15 +432,15 @@ class Pairs:
         """
         bits: dict[int, int] = {}  # of the other run's inputs: ours with the same values
         for i, j in self.twins.items():
-            if i in self.one.bits:
-                bits[j] = bits.get(j, 0) | self.one.bits[i]
+            if i in self.one.input_bits:
+                bits[j] = bits.get(j, 0) | self.one.input_bits[i]
         made = _made_of(self.other, bits)
-        told = ((i, j) for i, j in self.twins.items() if self.one.tells(i))
+        told = ((i, j) for i, j in self.twins.items() if self.one.above_noise(i))
         return {i: made[j] or -1 for i, j in told}
 
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
-        difference, allowed = self.held(i, j)
+        difference, allowed = self.comparable(i, j)
         share, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
         off = float(difference[at]) / size
@@ -412,7 +453,7 @@ class Pairs:
         """A call that only one run has, beside the call of the other that reads the same values."""
         mine, theirs, twins = self.one, self.other, self.twins
         # Within one framework, a call that is aligned with another is no counterpart.
-        aligned = self.twins if self.across else self.aligned
+        aligned = self.twins if self.by_values else self.partner
         taken = {*aligned.values()}
         if row.one is None:
             mine, theirs, taken = theirs, mine, {*aligned}
@@ -420,7 +461,7 @@ class Pairs:
         at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
         if _is_end(row.array):
             update = row.array.kind == UPDATE
-            k = _update(mine, at, theirs, twins) if update else _same_end(mine, at, theirs)
+            k = _update_of(mine, at, theirs, twins) if update else _same_end(mine, at, theirs)
             if k is not None and k not in taken:
                 pair = (at, k) if row.one is not None else (k, at)
                 return self._pair(*pair)._replace(verdict=UNEXPLAINED)
@@ -430,7 +471,7 @@ class Pairs:
         for k in (k for s in computed or sources for k in theirs.readers[s] if k not in taken):
             a = theirs.arrays[k]
             size, name = a.size != row.array.size, not _alike(a, row.array)
-            fits = not (size and name) if self.across else not name  # nor is one of another op
+            fits = not (size and name) if self.by_values else not name  # nor is one of another op
             if fits and a.direction == row.array.direction:
                 found.append((size, name, k))
         if not found:
@@ -442,11 +483,117 @@ class Pairs:
         return self._pair(*pair)._replace(verdict=UNEXPLAINED)
 
 
-def _alone(array: RecordedArray, other: Side, healed: bool) -> str:
+def in_another_dtype(row: Compared) -> bool:
+    """True if two frameworks run one op in other dtypes: a product, a softmax or a norm."""
+    one, other = row.one, row.other
+    if one is None or other is None or not _alike(one, other):
+        return False
+    large = ("matmul", "convolution", "softmax", "normalisation")
+    return vocabulary().op(one.name).kind in large and one.run != other.run
+
+
+# --- calls side by side ---------------------------------------------------------------------------
+
+
+def _by_name(one: Side, other: Side) -> dict[int, int]:
+    """Inputs, gradients and updates by name and size."""
+
+    def named(side: Side) -> Iterator[tuple[tuple[Any, ...], int]]:
+        counts: dict[tuple[Any, ...], int] = {}
+        for i, (a, module) in enumerate(zip(side.arrays, side.modules, strict=True)):
+            if a.kind != RESULT:
+                key = a.kind, a.name.rpartition(".")[2], module, a.shape
+                counts[key] = counts.get(key, 0) + 1
+                yield (*key, counts[key]), i
+
+    theirs = dict(named(other))
+    return {i: theirs[key] for key, i in named(one) if key in theirs}
+
+
+def _by_place(one: Side, other: Side, common: bool) -> dict[int, int]:
+    """Calls by module, if both runs have these in common, direction, op and shape, in order."""
+
+    def keys(side: Side) -> list[tuple[Any, ...]]:
+        arrays = [(side.modules[i] if common else "", side.arrays[i]) for i in side.results]
+        return [(module, a.direction, shared_name(a.name), a.shape) for module, a in arrays]
+
+    pairs: dict[int, int] = {}
+    for part, i, end, j, last in blocks(keys(one), keys(other)):
+        if part == "equal":
+            pairs.update(zip(one.results[i:end], other.results[j:last], strict=True))
+    return pairs
+
+
+def _alike(one: RecordedArray, other: RecordedArray) -> bool:
+    return one.kind == other.kind and (
+        one.kind != RESULT or shared_name(one.name) == shared_name(other.name)
+    )
+
+
+# --- what only one run has ------------------------------------------------------------------------
+
+
+def _alone(array: RecordedArray, other: Side, passed: bool) -> str:
     """The verdict of an array that only one run has."""
     # The other run may have made it in compiled code.
     hidden = other.compiled and array.kind == RESULT and array.name != COMPILED
-    return PASSED if healed or hidden or array.kind == INPUT else ALONE
+    return PASSED if passed or hidden or array.kind == INPUT else ALONE
+
+
+def _vouched_for(
+    side: Side, kept: set[int], vouchers: Mapping[int, int], shared: set[str], doubtful: set[int]
+) -> set[int]:
+    """The arrays of one run that need no counterpart: what reads them has the same values in both.
+
+    Such a reader, one of the `vouchers`, comes with the inputs that its counterpart is made of: it
+    vouches for what is made of one of these, too. The gradient of a loss reads the scores, for
+    their shape, and is made of the targets alone. The backward pass counts for what it alone reads.
+    Two frameworks split the modules that both have into other calls, but have the same numbers
+    where such a module, one of `shared`, hands them on.
+    Some vouchers do not count if another call that reads the array is neither vouched for nor
+    `kept`: one number, as a loss is, which may be the same by chance; an array of the backward pass
+    that is made of a part of the inputs, which may not use the values that it reads; and one of the
+    `doubtful`, whose values just pass for the same.
+    """
+    inputs = dict(vouchers)  # and of those that are vouched for
+    lone = {i for i in vouchers if side.arrays[i].size == 1}  # and those that these alone tell of
+    known = functools.reduce(operator.or_, vouchers.values(), 0)
+    made = _made_of(side, {i: known & bit for i, bit in side.input_bits.items()})
+    doubted: set[int] = set()
+    parts = [_group(a)[0] for a in side.arrays]
+    for i in range(len(side.arrays) - 1, -1, -1):
+        open_ends = [r for r in side.readers[i] if r not in inputs and r not in kept]
+        if i in doubtful and side.arrays[i].direction != BACKWARD:
+            if any(parts[r] == parts[i] for r in open_ends):
+                doubted.add(i)
+        if i in kept or i in inputs:
+            continue
+        readers = side.readers[i]
+        if not readers and i in side.after_backward:  # as the norm of all gradients
+            inputs[i] = made[i]
+        if made[i]:
+            readers = [r for r in readers if r not in inputs or inputs[r] & made[i]]
+        near = [r for r in readers if parts[r] == parts[i]]
+        handed = side.modules[i] in shared and side.arrays[i].direction != BACKWARD
+        if handed and any(side.modules[r] != side.modules[i] for r in near):
+            continue
+        told = [r for r in near or readers if r in inputs and r not in doubted]
+        partly = set() if near else {r for r in told if made[i] & ~inputs[r]}
+        if told and (lone | partly).issuperset(told):
+            if open_ends:
+                continue
+            lone.add(i)
+        if told:
+            inputs[i] = functools.reduce(operator.or_, (inputs[r] & made[i] for r in told))
+    return {*inputs}
+
+
+def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
+    """The inputs that each array is made of, as the bits of these."""
+    made: list[int] = []
+    for i, a in enumerate(side.arrays):
+        made.append(functools.reduce(operator.or_, (made[r] for r in a.reads), bits.get(i, 0)))
+    return made
 
 
 def _is_end(a: RecordedArray) -> bool:
@@ -454,7 +601,7 @@ def _is_end(a: RecordedArray) -> bool:
     return a.kind == UPDATE or a.name == COMPILED
 
 
-def _update(side: Side, at: int, other: Side, twins: Mapping[int, int]) -> int | None:
+def _update_of(side: Side, at: int, other: Side, twins: Mapping[int, int]) -> int | None:
     """The other run's update of the parameter with the same values; None if none is known."""
     name = INPUT, side.arrays[at].name
     for i, j in twins.items():
@@ -494,65 +641,7 @@ def _path(module: str) -> list[str]:
     return [part for part in module.split(".") if part not in ("", "_orig_mod")]
 
 
-def _ends(shape: tuple[int, ...]) -> set[int]:
-    """The products of the leading lengths: of a shape whose axes are parts of another's, some."""
-    return {math.prod(shape[: at + 1]) for at in range(len(shape))}
-
-
-def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
-    """The inputs that each array is made of, as the bits of these."""
-    made: list[int] = []
-    for i, a in enumerate(side.arrays):
-        made.append(functools.reduce(operator.or_, (made[r] for r in a.reads), bits.get(i, 0)))
-    return made
-
-
-def _healed(
-    side: Side, stays: set[int], met: Mapping[int, int], whole: set[str], weak: set[int]
-) -> set[int]:
-    """The arrays that are passed over: what reads them has a counterpart with the same values.
-
-    The counterpart is made of an input that the array is made of, too: the gradient of a loss reads
-    the scores, for their shape, and is made of the targets alone; `met` has the inputs.
-    The backward pass counts for what it alone reads. Two frameworks split the modules that both
-    have into other calls, but have the same numbers where such a module, one of `whole`, hands them
-    on.
-    One number, as a loss is, may be the same by chance, and an array of the backward pass that is
-    made of a part of the inputs may not use the values that it reads. They do not count if another
-    call that reads the array is not passed over. Nor does one of the `weak`, whose values just pass
-    for the same, if a call that reads it is not.
-    """
-    good = dict(met)
-    lone = {i for i in met if side.arrays[i].size == 1}  # and those that these alone tell of
-    known = functools.reduce(operator.or_, met.values(), 0)
-    made = _made_of(side, {i: known & bit for i, bit in side.bits.items()})
-    chance: set[int] = set()
-    parts = [_size(a)[0] for a in side.arrays]
-    for i in range(len(side.arrays) - 1, -1, -1):
-        if i in weak and side.arrays[i].direction != BACKWARD:
-            lost = (r for r in side.readers[i] if r not in good and r not in stays)
-            if any(parts[r] == parts[i] for r in lost):
-                chance.add(i)
-        if i in stays or i in good:
-            continue
-        readers = side.readers[i]
-        if not readers and i in side.looks:  # as the norm of all gradients
-            good[i] = made[i]
-        if made[i]:
-            readers = [r for r in readers if r not in good or good[r] & made[i]]
-        near = [r for r in readers if parts[r] == parts[i]]
-        handed = side.modules[i] in whole and side.arrays[i].direction != BACKWARD
-        if handed and any(side.modules[r] != side.modules[i] for r in near):
-            continue
-        told = [r for r in near or readers if r in good and r not in chance]
-        partly = set() if near else {r for r in told if made[i] & ~good[r]}
-        if told and (lone | partly).issuperset(told):
-            if any(r not in good and r not in stays for r in side.readers[i]):
-                continue
-            lone.add(i)
-        if told:
-            good[i] = functools.reduce(operator.or_, (good[r] & made[i] for r in told))
-    return {*good}
+# --- numbers --------------------------------------------------------------------------------------
 
 
 def _worst(difference: Any, allowed: Any) -> tuple[float, int]:
@@ -598,48 +687,6 @@ def _quantile(normal: float, degrees: Any) -> Any:
     return np.sqrt(degrees * np.expm1(scaled**2 / degrees))
 
 
-# --- alignment ------------------------------------------------------------------------------------
-
-
-def _inputs(one: Side, other: Side) -> dict[int, int]:
-    """Inputs, gradients and updates by name and size."""
-
-    def named(side: Side) -> Iterator[tuple[tuple[Any, ...], int]]:
-        counts: dict[tuple[Any, ...], int] = {}
-        for i, (a, module) in enumerate(zip(side.arrays, side.modules, strict=True)):
-            if a.kind != RESULT:
-                key = a.kind, a.name.rpartition(".")[2], module, a.shape
-                counts[key] = counts.get(key, 0) + 1
-                yield (*key, counts[key]), i
-
-    theirs = dict(named(other))
-    return {i: theirs[key] for key, i in named(one) if key in theirs}
-
-
-def _aligned(one: Side, other: Side, common: bool) -> dict[int, int]:
-    """Calls by module, if both runs have these in common, direction, op and shape, in order."""
-
-    def keys(side: Side) -> list[tuple[Any, ...]]:
-        arrays = [(side.modules[i] if common else "", side.arrays[i]) for i in side.results]
-        return [(module, a.direction, shared_name(a.name), a.shape) for module, a in arrays]
-
-    pairs: dict[int, int] = {}
-    for part, i, end, j, last in blocks(keys(one), keys(other)):
-        if part == "equal":
-            pairs.update(zip(one.results[i:end], other.results[j:last], strict=True))
-    return pairs
-
-
-def _alike(one: RecordedArray, other: RecordedArray) -> bool:
-    return one.kind == other.kind and (
-        one.kind != RESULT or shared_name(one.name) == shared_name(other.name)
-    )
-
-
-def other_policy(row: Compared) -> bool:
-    """True if two frameworks run one op in other dtypes: a product, a softmax or a norm."""
-    one, other = row.one, row.other
-    if one is None or other is None or not _alike(one, other):
-        return False
-    large = ("matmul", "convolution", "softmax", "normalisation")
-    return vocabulary().op(one.name).kind in large and one.run != other.run
+def _leading_products(shape: tuple[int, ...]) -> set[int]:
+    """The products of the leading lengths: of a shape whose axes are parts of another's, some."""
+    return {math.prod(shape[: at + 1]) for at in range(len(shape))}

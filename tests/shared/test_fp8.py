@@ -131,21 +131,3 @@ def test_a_run_goes_on_from_a_checkpoint(framework, recipe, tmp_path):
             other.load(tmp_path / "half", without=part)
             found = [other.step(number) for number in range(CUT, STEPS)]
             assert found != rest, f"without {part} it is another run"
-
-
-@pytest.mark.parametrize("framework", FRAMEWORKS)
-@pytest.mark.parametrize(("before", "after"), [("lean", "fp8"), ("fp8", "lean")])
-def test_a_checkpoint_of_one_policy_goes_on_under_another(framework, before, after, tmp_path):
-    """There is no state of 8 bits: it goes on as a run does that changes without a checkpoint."""
-    whole = run(framework, before)
-    for number in range(CUT):
-        whole.step(number)
-    whole.save(tmp_path / "half")
-    unchanged = run(framework, before, 1)
-    unchanged.load(tmp_path / "half")
-    changed = run(framework, after, 1)
-    changed.load(tmp_path / "half")
-    whole.policy = after
-    expected = [whole.step(number) for number in range(CUT, STEPS)]
-    assert [changed.step(number) for number in range(CUT, STEPS)] == expected
-    assert [unchanged.step(number) for number in range(CUT, STEPS)] != expected

@@ -10,6 +10,7 @@ import functools
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 import polymp
@@ -215,3 +216,31 @@ def test_a_gelu_by_tanh_is_named_though_the_loss_or_a_norm_hardly_differs(last: 
     assert here.first.array.name == "gelu", str(here)
     assert there.first.other is not None
     assert there.first.other.name == "gelu", str(there)
+
+
+def test_another_mask_is_named_though_no_result_tells() -> None:
+    """All values are alike, so that any mixture of them is the same."""
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    import polymp.jax
+    import polymp.torch
+
+    q, k = torch.randn(2, 4, 16, 8, generator=torch.Generator().manual_seed(0))
+    v, seen = torch.ones(4, 16, 8), np.tri(16, dtype=bool)
+    recorder = polymp.torch.record(None, torch.nn.Identity())
+    with recorder:
+        scores = (q @ k.mT).masked_fill(~torch.tensor(seen), -torch.inf)
+        (scores.softmax(-1) @ v).mean()
+
+    def mixed(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        return (jax.nn.softmax(jnp.where(seen, q @ k.mT, -jnp.inf), -1) @ v).mean()
+
+    for shift in (0, 1):  # the right mask, and one that shows one token more
+        port = polymp.jax.record(None, mixed)
+        port(*(jnp.asarray(x.numpy()) for x in (q, k, v)), np.tri(16, k=shift, dtype=bool))
+        for found in both_ways(recorder.record, port.record):
+            first = found.first and found.first.array.name
+            assert first in (("masked_fill", "where") if shift else (None,)), str(found)

@@ -152,22 +152,6 @@ def test_low_dtypes_hold_fewer_bytes(trained: argparse.Namespace, framework: str
     assert all(memory[name] >= least + saved[name] for name in runs)
 
 
-@FRAMEWORK
-def test_the_gains_and_the_processor_are_named(
-    trained: argparse.Namespace, parts: Any, framework: str
-) -> None:
-    found = getattr(trained, framework)
-    base = found.runs["fp32"]
-    for name in ("bf16", "fp16"):
-        run = found.runs[name]
-        speed = run["tokens_per_second"] / base["tokens_per_second"]
-        assert (
-            f"{name}: {speed:.2f} times the tokens per s of fp32, "
-            f"{run['saved'] / base['saved']:.2f} times the bytes saved for backward\n"
-        ) in found.out
-    assert parts.job.speed_of_bfloat16() in found.out
-
-
 @pytest.mark.parametrize(
     ("features", "sizes", "said"),
     [
@@ -184,7 +168,9 @@ def test_the_processor_decides_how_much_is_trained(
     assert said in parts.job.speed_of_bfloat16()
 
 
-def test_the_example_shows_and_saves_what_the_torch_one_does(trained: argparse.Namespace) -> None:
+def test_the_example_shows_and_saves_what_the_torch_one_does(
+    trained: argparse.Namespace, parts: Any
+) -> None:
     theirs, ours = trained.torch.figures, trained.jax.figures
     assert theirs.keys() == ours.keys()
     assert theirs["text"] == ours["text"]
@@ -192,61 +178,32 @@ def test_the_example_shows_and_saves_what_the_torch_one_does(trained: argparse.N
     assert ours["device"] == "CPU"
     assert ours["memory"] in trained.jax.out
     assert theirs["settings"].keys() - ours["settings"].keys() == {"threads"}
-    (header, *rows), (other, *_) = map(examples.rows, (trained.jax.out, trained.torch.out))
-    assert header == other
-    assert [row[:2] for row in rows] == [
-        [name, f"{one['loss']:.4f}"] for name, one in trained.jax.runs.items()
-    ]
-    assert [imread(trained.folder / f"{name}.png").shape for name in ("torch", "jax")] == [
-        (1140, 1500, 4)
-    ] * 2
+    for name in ("torch", "jax"):
+        found = getattr(trained, name)
+        header, *rows = examples.rows(found.out)
+        assert header == COLUMNS
+        assert [row[:2] for row in rows] == [
+            [dtype, f"{one['loss']:.4f}"] for dtype, one in found.runs.items()
+        ]
+        assert parts.job.speed_of_bfloat16() in found.out
+        assert imread(trained.folder / f"{name}.png").shape == (1140, 1500, 4)
 
 
 def test_the_comparison_shows_both_side_by_side(
     trained: argparse.Namespace, compared: argparse.Namespace
 ) -> None:
-    pairs = [(trained.torch.runs[name], trained.jax.runs[name]) for name in DTYPES]
-    (both,) = {one["parameters"] for pair in pairs for one in pair}
-    assert f"{both:,} parameters, pydoc_data.topics, torch" in compared.out
     header, frameworks, *rows = examples.rows(compared.out)
     assert header == ["", "fp32", "fp32", "bf16", "bf16", "fp16", "fp16"]
     assert frameworks == ["", *["torch", "JAX"] * 3]
-
-    def above(base: float, loss: float) -> str:
-        return f"{100 * (loss / base - 1):+z.2f} %"
-
-    flat = [one for pair in pairs for one in pair]
-    bases = [one["loss"] for one in pairs[0]] * 2
-    assert rows == [
-        ["loss before", *(f"{one['held_out'][0][1]:.5f}" for one in flat)],
-        ["loss after", *(f"{one['loss']:.4f}" for one in flat)],
-        [
-            "against fp32",
-            *"--",
-            *(above(b, one["loss"]) for b, one in zip(bases, flat[2:], strict=True)),
-        ],
-        [
-            "against torch",
-            *(cell for pair in pairs for cell in ("-", above(*(one["loss"] for one in pair)))),
-        ],
-        ["tokens per s", *(f"{one['tokens_per_second']:,.0f}" for one in flat)],
-        ["saved, MiB", *(f"{one['saved'] / 2**20:,.2f}" for one in flat)],
-        ["memory, MiB", *(f"{one['peak_memory'] / 2**20:,.2f}" for one in flat)],
-        ["steps skipped", *(str(len(one["skipped"])) for one in flat)],
-        ["final scale", *"----", *(f"2^{math.log2(one['scale'][-1]):g}" for one in pairs[2])],
-    ]
-    for name, one in (("torch", trained.torch), ("JAX", trained.jax)):
-        assert f"memory of {name}: {one.figures['memory']}\n" in compared.out
-    assert "torch on 1 thread, JAX on every core\n" in compared.out
-    saved = f"saved {compared.folder / 'both.png'} and {compared.folder / 'both.txt'}\n"
-    table = (compared.folder / "both.txt").read_text(encoding="utf-8")
-    assert compared.out.startswith(table + saved + "bfloat16 here: ")
-    fp32, bf16, _ = pairs
-    gains = [
-        b["tokens_per_second"] / a["tokens_per_second"] for a, b in zip(fp32, bf16, strict=True)
-    ]
-    said = "bfloat16 here: {:.2f} times the tokens per s of fp32 in torch, {:.2f} in JAX. "
-    assert said.format(*gains) in compared.out
+    both = (trained.torch, trained.jax)
+    runs = [one.runs[dtype] for dtype in DTYPES for one in both]
+    cells = {first: rest for first, *rest in rows}
+    assert cells["loss after"] == [f"{run['loss']:.4f}" for run in runs]
+    assert cells["steps skipped"] == [str(len(run["skipped"])) for run in runs]
+    scales = [f"2^{math.log2(run['scale'][-1]):g}" for run in runs[4:]]
+    assert cells["final scale"] == [*"----", *scales]
+    assert all(one.figures["memory"] in compared.out for one in both)
+    assert compared.out.startswith((compared.folder / "both.txt").read_text(encoding="utf-8"))
 
 
 @FRAMEWORK
@@ -263,26 +220,6 @@ def test_all_dtypes_learn_as_much_from_the_same_weights(
         assert one["parameters"] == theirs["parameters"]
     # Each computes in its own dtype: the losses agree, their last digits do not.
     assert len({tuple(one["train_loss"][:6]) for one in runs.values()}) == 3
-
-
-def test_the_table_shows_what_the_file_says(trained: argparse.Namespace) -> None:
-    header, *rows = examples.rows(trained.torch.out)
-    assert header == COLUMNS
-    base = trained.torch.runs["fp32"]["loss"]
-    assert rows == [
-        [
-            name,
-            f"{one['loss']:.4f}",
-            "-" if name == "fp32" else f"{100 * (one['loss'] / base - 1):+z.2f} %",
-            f"{one['tokens_per_second']:,.0f}",
-            f"{one['saved'] / 2**20:.2f}",
-            f"{one['peak_memory'] / 2**20:.2f}",
-            str(len(one["skipped"])),
-            f"2^{math.log2(one['scale'][-1]):g}" if name == "fp16" else "-",
-        ]
-        for name, one in trained.torch.runs.items()
-    ]
-    assert f"{trained.torch.runs['fp32']['parameters']:,} parameters" in trained.torch.out
 
 
 # --- one run --------------------------------------------------------------------------------------
@@ -371,11 +308,7 @@ BAD: tuple[tuple[str, str, str], ...] = (
      "Use --device cpu."),
     ("train_torch.py", "--dtypes fp32,fp8",
      f"argument --dtypes: got 'fp32,fp8', {DTYPE_NAMES}"),
-    ("train_torch.py", "--dtypes bf16,bf16",
-     f"argument --dtypes: got 'bf16,bf16', {DTYPE_NAMES}"),
     ("train_torch.py", "--steps 0", "argument --steps: got '0', give a whole number from 1 up"),
-    ("train_torch.py", f"--seed {'9' * 30}",
-     f"argument --seed: got '{'9' * 30}', give a whole number from 0 up"),
     ("train_torch.py", "--steps", "argument --steps: expected one argument"),
     ("train_torch.py", "--lr nan", "argument --lr: got 'nan', give a number above 0"),
     ("train_torch.py", "--width 50 --heads 3",
@@ -387,10 +320,8 @@ BAD: tuple[tuple[str, str, str], ...] = (
     ("train_torch.py", "--text {tmp}/long --context 32 --json {tmp}/long",
      "--json '{tmp}/long' would overwrite --text. Choose another path."),
     ("train_torch.py", "--step 3", "unknown arguments: --step 3. See train_torch.py --help."),
-    ("train_jax.py", "--device gpu:", "--device 'gpu:' is not known. Use cpu, gpu or gpu:N."),
     ("train_jax.py", "--device gpu",
      f"--device 'gpu' needs a GPU, and jax {jax.__version__} finds none. Use --device cpu."),
-    ("train_jax.py", "--threads 1", "unknown arguments: --threads 1. See train_jax.py --help."),
     ("compare.py", "--jax {tmp}/none.json",
      "--jax '{tmp}/none.json' cannot be read: No such file or directory. Run train_jax.py first."),
     ("compare.py", "--jax {tmp}/short",

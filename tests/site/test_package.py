@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 
 from polymp import backends, versions
-from polymp.errors import BackendMissingError, VersionWarning
+from polymp.errors import VersionWarning
 from tests.conftest import need
 from tests.support import processes
 from tests.support.commands import project
@@ -69,11 +69,6 @@ def test_a_newer_framework_is_warned_of_once_where_polymp_is_imported(name, beyo
         f"main.py:3: VersionWarning: polymp is tested with {name}{bounds}, and this is {name} "
         f"{beyond}. Update polymp, or install a tested version: pip install '{name}{bounds}'.\n"
     ) in done.stderr
-
-
-def test_the_supported_versions():
-    assert versions.SUPPORTED["torch"] == ">=2.11,<2.16"
-    assert versions.SUPPORTED["jax"] == ">=0.10.2,<0.12"
 
 
 def test_every_way_in_says_what_to_install():
@@ -140,14 +135,6 @@ def test_an_extra_pins_what_its_adapter_is_tested_with(name):
     assert first < end
     assert f"{name}{bounds}" in project()["optional-dependencies"][name]
     assert (ROOT / "polymp" / f"{name}.py").is_file()
-
-
-def test_an_adapter_asks_for_its_library():
-    with pytest.raises(BackendMissingError) as error:
-        versions.require("nosuchlibrary")
-    assert str(error.value) == (
-        "polymp.nosuchlibrary needs the nosuchlibrary package: pip install 'polymp[nosuchlibrary]'."
-    )
 
 
 def test_an_adapter_warns_of_a_version_that_is_not_tested(monkeypatch):

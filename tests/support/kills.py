@@ -54,7 +54,7 @@ def batch(step: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
 class Torch:
     """A linear model, SGD and a scaler, in torch."""
 
-    def __init__(self, scaler: Callable[[Any], Any], fused: bool = False) -> None:
+    def __init__(self, scaler: Any) -> None:
         import torch
 
         self.torch = torch
@@ -62,10 +62,8 @@ class Torch:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 parameter.zero_()
-        self.optimizer = torch.optim.SGD(
-            self.model.named_parameters(), lr=0.05, momentum=0.5, fused=fused
-        )
-        self.scaler = scaler(self.model)
+        self.optimizer = torch.optim.SGD(self.model.named_parameters(), lr=0.05, momentum=0.5)
+        self.scaler = scaler
 
     def step(self, kind: str, x: np.ndarray, y: np.ndarray) -> None:
         torch = self.torch
@@ -86,16 +84,16 @@ class Torch:
         return float(self.scaler.get_scale())
 
 
-def polymp_torch(fused: bool = False, **options: Any) -> Torch:
+def polymp_torch() -> Torch:
     from polymp.torch import GradScaler
 
-    return Torch(lambda _: GradScaler("cpu", growth_interval=INTERVAL, **options), fused)
+    return Torch(GradScaler("cpu", growth_interval=INTERVAL))
 
 
-def torch_amp(fused: bool = False) -> Torch:
+def torch_amp() -> Torch:
     import torch
 
-    return Torch(lambda _: torch.amp.GradScaler("cpu", growth_interval=INTERVAL), fused)
+    return Torch(torch.amp.GradScaler("cpu", growth_interval=INTERVAL))
 
 
 # --- jax -----------------------------------------------------------------------------------------
@@ -143,15 +141,14 @@ class Jax:
 class PolympJax(Jax):
     """The same with polymp's scaler, and its report of many skips in a row."""
 
-    def __init__(self, train_step: Callable[..., Any], stuck_after: int = 50) -> None:
+    def __init__(self, train_step: Callable[..., Any]) -> None:
         from polymp.jax import GradScaler
 
         super().__init__(GradScaler(growth_interval=INTERVAL), train_step)
-        self.stuck_after = stuck_after
 
     def stepped(self, grads: Any) -> None:
         scaler = self.state[2]
-        if scaler.state.skips == self.stuck_after:
+        if scaler.state.skips == 50:
             warnings.warn(scaler.report(grads).why_stuck, ScalerWarning, stacklevel=2)
 
     def scale(self) -> float:
@@ -165,7 +162,7 @@ def _apply(grads: Any, params: Any, opt: Any) -> Any:
     return optax.apply_updates(params, updates), opt
 
 
-def polymp_jax(**options: Any) -> Jax:
+def polymp_jax() -> Jax:
     def train_step(params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str) -> Any:
         import jax
 
@@ -177,19 +174,7 @@ def polymp_jax(**options: Any) -> Jax:
         (params, opt), scaler, _ = scaler.step(grads, _apply, params, opt, loss=loss)
         return params, opt, scaler, grads
 
-    return PolympJax(train_step, **options)
-
-
-def polymp_jax_value_and_grad(**options: Any) -> Jax:
-    def train_step(params: Any, opt: Any, scaler: Any, x: Any, y: Any, kind: str) -> Any:
-        from jax import lax
-
-        loss_fn = partial(_loss, kind=kind)
-        (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(params, x, y)
-        params, opt = lax.cond(finite, lambda: _apply(grads, params, opt), lambda: (params, opt))
-        return params, opt, scaler, grads
-
-    return PolympJax(train_step, **options)
+    return PolympJax(train_step)
 
 
 def flax_dynamic_scale() -> Jax:
@@ -235,14 +220,8 @@ class Subject(NamedTuple):
 
 SUBJECTS = {
     "polymp, torch": Subject("torch", "polymp", polymp_torch),
-    "polymp, torch, fused": Subject("torch", "polymp", partial(polymp_torch, fused=True)),
-    'polymp, torch, skip_on="device"': Subject(
-        "torch", "polymp", partial(polymp_torch, skip_on="device")
-    ),
     "torch.amp": Subject("torch", "torch", torch_amp),
-    "torch.amp, fused": Subject("torch", "torch", partial(torch_amp, fused=True)),
     "polymp, JAX": Subject("jax", "polymp", polymp_jax),
-    "polymp, JAX, value_and_grad": Subject("jax", "polymp", polymp_jax_value_and_grad),
     "flax": Subject("jax", "flax", flax_dynamic_scale),
     "jmp": Subject("jax", "jmp", jmp_dynamic_loss_scale),
 }
@@ -327,26 +306,6 @@ def page(found: Callable[[str, str], Outcome]) -> str:
         said = said or [text for it in outcomes for text in it.said]
     lines = [f"| {' | '.join(cells)} |" for cells in rows]
     return "\n\n".join(["\n".join(lines), *(f"> {text}" for text in said)]) + "\n"
-
-
-# Inf on one of two ranks or devices, by how they share the work.
-DATA = "the same parameters, averaged gradients"
-SPLIT = "own parameters on each rank"
-WAYS = (DATA, SPLIT)
-OnRanks = dict[str, dict[str, list[tuple[float, bool]]]]  # way, scaler, rank: scale, finite
-
-
-def ranks_page(found: OnRanks) -> str:
-    """The table of Inf on one of two ranks, in Markdown."""
-    names = dict.fromkeys(name for scalers in found.values() for name in scalers)
-    heads = " | ".join(f"scales of the ranks: {way}" for way in WAYS)
-    lines = [f"| scaler | {heads} | parameters at the end |", "|---|---|---|---|"]
-    for name in names:
-        ranks = [found[way][name] for way in WAYS]
-        scales = [", ".join(shown(scale) for scale, _ in each) for each in ranks]
-        finite = all(good for each in ranks for _, good in each)
-        lines.append(f"| {name} | {' | '.join(scales)} | {'finite' if finite else '**NaN**'} |")
-    return "\n".join(lines) + "\n"
 
 
 def versions() -> str:

@@ -108,7 +108,8 @@ def add_overflows(found: Findings, optimizer: torch.optim.Optimizer, divisor: to
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the gradients of the optimizer's parameters that have one."""
-    grads = [p.grad for p in optimizers.parameters(optimizer)]
+    # Over `optimizers.parameters` it would be one pass more: a twentieth of the time of `unscale_`.
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     return [g for g in grads if g is not None]
 
 
@@ -116,10 +117,12 @@ def _alike(grads: list[torch.Tensor], dtypes: set[torch.dtype]) -> bool:
     """Return whether one call of the kernel can take all gradients, unless one is sparse."""
     # The kernel checks that before it writes, and raises: to check it here would cost as much as
     # gathering the gradients. An index stands for a device: a process has the CPU, -1, and one
-    # kind of accelerator.
+    # kind of accelerator, if this build of torch has any.
     if len(dtypes) > 1 or grads[0].is_complex() or set(map(type, grads)) != {torch.Tensor}:
         return False
-    return len({g.get_device() for g in grads}) == 1
+    if torch.accelerator.current_accelerator() is None:
+        return True
+    return len(set(map(torch.Tensor.get_device, grads))) == 1
 
 
 def _by_kind(optimizer: torch.optim.Optimizer) -> list[list[torch.Tensor]]:

@@ -60,21 +60,16 @@ def ops(text: str) -> list[str]:
     return [line.split()[0] for line in body if line.startswith("  ") and line[2] != " "]
 
 
-def test_a_report_that_is_long_keeps_to_its_width(monkeypatch: pytest.MonkeyPatch) -> None:
-    report = reports.long(300)
-    for width in (80, 100, 140):
-        monkeypatch.setenv("COLUMNS", str(width))
-        lines = str(report).splitlines()
+@pytest.mark.parametrize(("columns", "width"), [("", 100), ("120", 120), ("20", 80), ("900", 180)])
+def test_the_width_is_the_terminals(
+    columns: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for each in (reports.in_torch(), reports.long(300)):
+        lines = str(each).splitlines()
         assert max(map(len, lines)) == width
         assert all(line == line.rstrip() for line in lines)
-    assert len(ops(str(report))) == 300
-
-
-def test_the_width_is_the_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
-    for columns, width in (("", 100), ("120", 120), ("20", 80), ("900", 180)):
-        monkeypatch.setenv("COLUMNS", columns)
-        text = str(reports.in_torch())
-        assert max(map(len, text.splitlines())) == width
+    assert len(ops(str(each))) == 300
 
 
 def test_a_narrow_terminal_leaves_room_for_ops_and_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:

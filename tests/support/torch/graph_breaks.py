@@ -6,13 +6,10 @@ Each takes two layers and the result of the first, and returns a result of the s
 from __future__ import annotations
 
 import contextlib
-import functools
-import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 from polymp.torch import autocast
@@ -24,29 +21,18 @@ KINDS: dict[str, Kind] = {
     # Shapes that depend on numbers.
     "rows_of_a_mask": lambda net, y: net.second(y[MASK]),
     "rows_not_zero": lambda net, y: net.second(y[MASK.nonzero().squeeze(1)]),
-    "rows_where": lambda net, y: net.second(y[torch.where(y.sum(1) > -1e9)]),
-    "masked_select": lambda net, y: net.second(torch.masked_select(y, MASK[:, None]).view(-1, 8)),
     "a_slice_of_data": lambda net, y: net.second(y[: int(MASK.sum())]),
     "unique_numbers": lambda net, y: net.second(y) + torch.unique(y.detach()).sum(),
-    "repeated_rows": lambda net, y: net.second(
-        torch.repeat_interleave(y, torch.tensor([1, 2, 1]), 0)
-    ),
     # Numbers that are read, and branches on them.
     "a_number_read": lambda net, y: net.second(y * (1 + 0 * y.sum().item())),
-    "a_list_read": lambda net, y: net.second(y) * len(y[0].tolist()),
     "a_branch_on_data": lambda net, y: net.second(y) if y.sum() > -1e9 else y,
     "a_conditional": lambda net, y: torch.cond(
         torch.tensor(True), lambda t: net.second(t), lambda t: t + t, (y,)
-    ),
-    "a_tensor_of_a_tensor": lambda net, y: (
-        net.second(y) * torch.tensor([y.sum().item(), 1.0]).sum()
     ),
     # What Python does outside of tensors.
     "numpy_and_back": lambda net, y: (
         net.second(y) + torch.from_numpy(y.detach().float().numpy() * 2)
     ),
-    "an_address": lambda net, y: net.second(y) if y.data_ptr() else y,
-    "a_partial_function": lambda net, y: functools.partial(lambda a, b: net.second(a) + b, b=1)(y),
     # Tensors of other kinds.
     "complex_numbers": lambda net, y: (
         net.second(y) + torch.view_as_complex(y.float().view(3, 4, 2)).abs().sum()
@@ -67,18 +53,6 @@ def a_loop_on_data(net: Net, y: torch.Tensor) -> torch.Tensor:
     while y.abs().sum() > 0 and turns < 2:
         y, turns = net.second(y), turns + 1
     return y
-
-
-def an_assertion(net: Net, y: torch.Tensor) -> torch.Tensor:
-    assert y.isfinite().all()
-    return net.second(y)
-
-
-def a_warning(net: Net, y: torch.Tensor) -> torch.Tensor:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.warn("a break", stacklevel=1)
-    return net.second(y)
 
 
 def a_generator(net: Net, y: torch.Tensor) -> torch.Tensor:
@@ -124,28 +98,9 @@ def a_context(net: Net, y: torch.Tensor) -> torch.Tensor:
     return net.first(y)
 
 
-class Pair(NamedTuple):
-    tensor: torch.Tensor
-    times: int
-
-
-def containers(net: Net, y: torch.Tensor) -> torch.Tensor:
-    pair = Pair(y, 2)
-    graph_break()
-    made = tree_map(net.second, {"a": pair.tensor})
-    return made["a"] * pair.times
-
-
 def a_compiled_function_inside(net: Net, y: torch.Tensor) -> torch.Tensor:
     graph_break()
     return torch.compile(net.second, backend="aot_eager")(y)
-
-
-def no_gradients(net: Net, y: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        graph_break()
-        z = net.second(y)
-    return net.second(y) + z
 
 
 def inference(net: Net, y: torch.Tensor) -> torch.Tensor:
@@ -158,13 +113,6 @@ def a_hook_of_a_tensor(net: Net, y: torch.Tensor) -> torch.Tensor:
     y = y * 1
     y.register_hook(lambda g: g * (2 + 0 * g.sum().item()))
     return net.second(y)
-
-
-def a_hook_of_a_module(net: Net, y: torch.Tensor) -> torch.Tensor:
-    handle = net.second.register_forward_hook(lambda module, inputs, result: result * 2)
-    y = net.second(y)
-    handle.remove()
-    return y
 
 
 def a_gradient_inside(net: Net, y: torch.Tensor) -> torch.Tensor:
@@ -191,23 +139,10 @@ def a_mode(net: Net, y: torch.Tensor) -> torch.Tensor:
         return net.second(y)
 
 
-def a_view_written(net: Net, y: torch.Tensor) -> torch.Tensor:
-    y = y.clone()
-    y[0].add_(1)
-    graph_break()
-    y.view(-1)[3:5].mul_(2)
-    return net.second(y)
-
-
 def a_parameter_written(net: Net, y: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         net.second.bias.add_(0)
     return net.second(y)
-
-
-def random_numbers(net: Net, y: torch.Tensor) -> torch.Tensor:
-    torch.manual_seed(0)
-    return net.second(y * torch.rand(3, 8))
 
 
 def a_disabled_region_with_a_mask(net: Net, y: torch.Tensor) -> torch.Tensor:
@@ -221,10 +156,8 @@ def the_dtype_of_the_region(net: Net, y: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS: tuple[Kind, ...] = (
-    rows_by_mask, a_loop_on_data, an_assertion, a_warning, a_generator, a_closure_that_writes,
-    an_error_caught, a_context, containers, a_compiled_function_inside, no_gradients, inference,
-    a_hook_of_a_tensor, a_hook_of_a_module, a_gradient_inside, a_checkpoint, a_mode,
-    a_view_written, a_parameter_written, random_numbers, a_disabled_region_with_a_mask,
-    the_dtype_of_the_region,
+    rows_by_mask, a_loop_on_data, a_generator, a_closure_that_writes, an_error_caught, a_context,
+    a_compiled_function_inside, inference, a_hook_of_a_tensor, a_gradient_inside, a_checkpoint,
+    a_mode, a_parameter_written, a_disabled_region_with_a_mask, the_dtype_of_the_region,
 )  # fmt: skip
 KINDS |= {function.__name__: function for function in FUNCTIONS}

@@ -1,11 +1,10 @@
 """`lean` in torch: what it saves for backward, which dtypes meet in attention, what it learns.
 
-On CUDA the tensors are fake: torch's own CUDA list is what lean is measured against.
+It is measured against torch's own list for CUDA, here on a CPU.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from functools import partial
 from typing import Any
@@ -17,7 +16,6 @@ from torch import nn
 
 from polymp.torch import autocast
 from tests.conftest import need
-from tests.support import forks
 from tests.support.examples import TINY, modules
 from tests.support.torch import saved_dtypes
 
@@ -33,21 +31,8 @@ def gemma() -> nn.Module:
     return Gemma2ForCausalLM(config)
 
 
-LOW = ("bfloat16", "float16")
+low_dtypes = pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 STEPS = 120
-
-# Of torch.autocast's bytes, at most. Where attention is one kernel, there is less float32 to save:
-# all that it saves is low under torch.autocast, too.
-LIMITS = {"written_out": 0.75, "fused": 0.85}
-
-
-@pytest.fixture(scope="module")
-def on_cuda() -> dict[str, list[saved_dtypes.Saved]]:
-    program = "from tests.support.torch import saved_dtypes; saved_dtypes.main()"
-    return {
-        key: [saved_dtypes.Saved(*one) for one in found]
-        for key, found in json.loads(forks.program(program, strict=True)).items()
-    }
 
 
 def size(found: list[saved_dtypes.Saved]) -> int:
@@ -60,39 +45,42 @@ def in_float32(found: list[saved_dtypes.Saved]) -> list[saved_dtypes.Saved]:
     return [one for one in found if one.dtype == "float32" and one.bytes >= least]
 
 
-@pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("attention", LIMITS)
-def test_the_example_saves_less_than_under_torch_and_amp(on_cuda, attention, low):
-    theirs, cuda, amp, lean = (
-        size(on_cuda[f"model {attention} {low} {policy}"])
-        for policy in ("torch.autocast", "torch-cuda", "amp", "lean")
-    )
-    print(f"{attention} {low}: {lean / theirs:.3f} of torch.autocast, {lean / amp:.3f} of amp")
-    assert cuda == theirs > 1_000_000
-    assert lean / amp <= 0.92, f"{lean} of {amp} bytes"
-    assert lean / theirs <= LIMITS[attention], f"{lean} of {theirs} bytes"
+# At most so much of the bytes under torch's list for GPUs. Where attention is one kernel, there is
+# less float32 to save: all that it saves is low under that list, too.
+ATTENTION = {"written out": (saved_dtypes.written_out, 0.75), "fused": (None, 0.85)}
+attentions = pytest.mark.parametrize(("how", "limit"), ATTENTION.values(), ids=[*ATTENTION])
 
 
-@pytest.mark.parametrize("low", LOW)
-@pytest.mark.parametrize("attention", LIMITS)
-def test_a_block_saves_no_float32_activation(on_cuda, attention, low):
-    """Where its input is low; under torch.autocast it does, so this can fail."""
-    assert in_float32(on_cuda[f"block {attention} {low} lean"]) == []
-    assert len(in_float32(on_cuda[f"block {attention} {low} torch.autocast"])) >= 2
-
-
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("how", [None, saved_dtypes.written_out], ids=["fused", "written out"])
-def test_a_block_saves_no_float32_activation_on_cpus(how, low):
+@low_dtypes
+@attentions
+def test_the_example_saves_less_than_under_torchs_list_and_amp(how, limit, low):
     with modules("job", "train_torch") as parts, saved_dtypes.attention(parts.train_torch, how):
-        lean = saved_dtypes.of_block(parts.train_torch, "cpu", low, "lean")
-        amp = saved_dtypes.of_block(parts.train_torch, "cpu", low, "amp")
+        theirs, amp, lean = (
+            size(saved_dtypes.of_model(parts.train_torch, low, policy))
+            for policy in ("torch-cuda", "amp", "lean")
+        )
+    print(f"{low}: {lean / theirs:.3f} of torch-cuda, {lean / amp:.3f} of amp")
+    assert theirs > 1_000_000
+    assert lean / amp <= 0.92, f"{lean} of {amp} bytes"
+    assert lean / theirs <= limit, f"{lean} of {theirs} bytes"
+
+
+@low_dtypes
+@attentions
+def test_a_block_saves_no_float32_activation(how, limit, low):
+    """Where its input is low; under the others it does, so this can fail."""
+    with modules("job", "train_torch") as parts, saved_dtypes.attention(parts.train_torch, how):
+        lean, amp, theirs = (
+            saved_dtypes.of_block(parts.train_torch, low, policy)
+            for policy in ("lean", "amp", "torch-cuda")
+        )
     assert in_float32(lean) == []
     assert in_float32(amp) != []
+    assert len(in_float32(theirs)) >= 2
     assert size(lean) < size(amp)
 
 
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@low_dtypes
 def test_a_language_model_saves_less_than_under_amp(low):
     need("transformers")
     model, ids = gemma(), torch.ones(4, 32, dtype=torch.int64)
@@ -111,7 +99,7 @@ def test_a_language_model_saves_less_than_under_amp(low):
 
 # With float32 weights, torch says once that it cannot use its fused kernel of RMSNorm.
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")
-@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+@low_dtypes
 def test_queries_keys_and_values_have_one_dtype(low):
     """Of which two are normalised. flash-attention's kernels and torch's list refuse others."""
     x, w = torch.randn(2, 4, 8), torch.ones(8)

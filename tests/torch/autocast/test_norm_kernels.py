@@ -6,14 +6,18 @@ layer_norm, rms_norm and group_norm, and so does torch.autocast.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -21,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from polymp.torch import autocast
 from tests.support import forks
 from tests.support.decisions import recording
-from tests.support.torch import saved_dtypes
 
+POLICIES = ("torch.autocast", "torch-cuda", "amp", "lean")
 SHAPE = (4, 6, 32)  # of the activation [batch, channels, width]
 Norm = Callable[[torch.Tensor, Callable[[int], torch.Tensor]], torch.Tensor]
 NORMS: dict[str, Norm] = {
@@ -56,13 +60,38 @@ class Kernels(TorchDispatchMode):
         return result
 
 
+def region(device: str, low: torch.dtype, policy: str) -> AbstractContextManager[Any]:
+    if policy == "torch.autocast":
+        return torch.autocast(device, low)
+    return autocast(device, low, policy=policy)
+
+
+@contextmanager
+def cuda() -> Iterator[None]:
+    """Let autograd, and regions of torch's own, have CUDA tensors without CUDA.
+
+    A torch without CUDA has no guard for its tensors, which autograd needs. So it gets the guard of
+    meta tensors, as a CUDA build has on a machine without a GPU (`_ensureCUDADeviceGuardSet`). The
+    numbers are those of `c10::DeviceType`. This process does nothing else afterwards.
+    """
+    common = torch.cuda.amp.common
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    name = "_ZN3c104impl26device_guard_impl_registryE"
+    guards = (ctypes.c_void_p * 15).in_dll(library, name)
+    guards[1] = guards[1] or guards[14]
+    with FakeTensorMode():
+        with mock.patch.object(common, "amp_definitely_not_available", return_value=False):
+            with mock.patch.object(torch.cuda, "is_bf16_supported", return_value=True):
+                yield
+
+
 def of(norm: Norm, low: torch.dtype, policy: str, weights: torch.dtype) -> Any:
     x = torch.empty(SHAPE, dtype=low, device="cuda", requires_grad=True)
 
     def weight(axis: int) -> torch.Tensor:
         return torch.empty(SHAPE[axis], dtype=weights, device="cuda", requires_grad=True)
 
-    with saved_dtypes.region("cuda", low, policy), Kernels() as kernels:
+    with region("cuda", low, policy), Kernels() as kernels:
         norm(x, weight)
     return kernels.found
 
@@ -76,10 +105,10 @@ def main() -> None:
     library = torch.library.Library("aten", "IMPL")
     library.impl("_fused_rms_norm", stand_in, "CUDA")
     found = {}
-    with saved_dtypes.cuda():
+    with cuda():
         for name, norm in NORMS.items():
             for low in (torch.bfloat16, torch.float16):
-                for policy in saved_dtypes.POLICIES:
+                for policy in POLICIES:
                     for weights in (torch.float32, low):
                         key = f"{name} {str(low)[6:]} {policy} {str(weights)[6:]}"
                         found[key] = of(norm, low, policy, weights)
@@ -132,7 +161,7 @@ def test_a_record_changes_no_kernel_of_a_norm_on_a_cpu(norm: str) -> None:
     """The CPU's kernels take float32 weights beside a low input; a record lends every op ours."""
     x, low = torch.ones(SHAPE, dtype=torch.bfloat16), torch.bfloat16
     found = []
-    for record in (contextlib.nullcontext(), recording()):
+    for record in (nullcontext(), recording()):
         with record, autocast("cpu", low, policy="lean"), Kernels() as kernels:
             NORMS[norm](x, lambda axis: torch.ones(SHAPE[axis]))
         found.append(kernels.found)

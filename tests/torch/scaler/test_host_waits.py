@@ -1,7 +1,7 @@
-"""`GradScaler` does not make the host wait: values read on the CPU, and on a GPU torch's own check.
+"""`GradScaler` does not make the host wait: values read on the CPU, and copies from a GPU made up.
 
 Whole iterations, many of them, with overflows and growth; only the first may wait, for it makes
-things.
+things. tests/torch/autocast/test_gpu.py has torch's own check on a GPU.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import optim
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp import scaling
 from polymp.backends.torch.compat import accelerators
-from polymp.backends.torch.scaler import unscale
-from polymp.backends.torch.scaler.device_state import DeviceState
+from polymp.backends.torch.scaler import device_state, unscale
+from polymp.backends.torch.scaler.device_state import AsyncRead, DeviceState
 from polymp.scaling import ScaleRule, ScaleState
-from polymp.torch import GradScaler, autocast
+from polymp.torch import GradScaler
 from tests.support.torch.each_op import EachOp
 
 pytestmark = pytest.mark.usefixtures("capturable_here")
@@ -344,36 +346,110 @@ def test_launches_of_a_fused_step(count: int) -> None:
     assert {row[1] for row in launches(GradScaler, count, min_scale=1.0)[1:]} == {theirs[1] - 1}
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-# torch has no fused Adagrad for CUDA.
-@pytest.mark.parametrize("name", [name for name in FREE if name != "Adagrad, fused"])
-def test_on_a_gpu_nothing_waits(name: str) -> None:
-    """That the mode sees a wait is shown by tests/torch/autocast/test_gpu.py."""
-    make, options = FREE[name]
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(
-        torch.nn.Linear(16, 16, bias=False), torch.nn.ReLU(), torch.nn.Linear(16, 16, bias=False)
-    ).cuda()
-    optimizer = make(net.parameters())
-    scaler = GradScaler("cuda", 2.0**10, growth_interval=5, on_stuck="raise", **options)
-    x = torch.randn(4, 16, device="cuda")
-    inf = torch.full_like(x, float("inf"))
-    try:
-        for step in range(STEPS):
-            # The step that makes the state is the first good one.
-            torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
-            optimizer.zero_grad()
-            with autocast("cuda", dtype=torch.float16):
-                loss = net(inf if step in BAD else x).float().square().mean()
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            skipped = scaler.step_skipped(optimizer)
-            scaler.update()
-            assert skipped.is_cuda
-            assert scaler.skipped_steps.is_cuda
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert scaler.skipped_steps.item() == len(BAD)
-    assert all(p.isfinite().all() for p in net.parameters())
+# --- the copy of a scale that the host reads later ------------------------------------------------
+
+
+# What was found, and what of it in the loss: the finding of a loss is one of the step.
+FOUND = ((0, None), (1, None), (0, 0), (1, 0), (1, 1))
+
+
+def after(rule: ScaleRule, state: ScaleState, found: tuple[int, int | None]) -> ScaleState:
+    return scaling.step(rule, state, not found[0], loss_finite=not found[1])
+
+
+class Late:
+    """An event that comes after it was asked for so many times."""
+
+    waits: ClassVar[list[int]] = []  # of the events still to be made
+
+    def __init__(self, *_: Any) -> None:
+        self.left = Late.waits.pop(0) if Late.waits else 0
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def synchronize(self) -> None: ...
+
+
+class FarAway(torch.Tensor):
+    """A tensor that says it is on a GPU; its copies to the CPU are true ones."""
+
+    @property
+    def device(self) -> Any:  # type: ignore[override]
+        return torch.device("cuda:0")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return torch.device("cuda:0")
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            return result.clone() if isinstance(result, torch.Tensor) else result
+
+
+def tensors(state: ScaleState, kind: type[torch.Tensor]) -> list[torch.Tensor]:
+    made = (
+        torch.tensor(state.scale), torch.tensor(state.tracker, dtype=torch.int32),
+        torch.tensor(device_state.counted(state), dtype=torch.float32),
+    )  # fmt: skip
+    return [t.as_subclass(kind) for t in made]
+
+
+# A bound that float32 does not hold; `checked` rounds it, and the scale comes to rest on it.
+THOUSANDTH = scaling.checked(ScaleRule(2.0, 0.1, 1, 1e-3))
+
+
+@given(
+    st.lists(st.sampled_from(FOUND), min_size=1, max_size=60),
+    st.lists(st.integers(0, 9), max_size=20),
+    st.sampled_from((ScaleRule(interval=2), ScaleRule(1.1, 0.7, 3), THOUSANDTH)),
+    st.booleans(),
+)
+@example([(0, None)] * 5 + [(1, None)] * 7 + [(0, None)], [], THOUSANDTH, False)
+def test_its_bound_is_never_above_the_scale(history, waits, rule, far) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "Event", Late)
+        patch.setattr(Late, "waits", list(waits))
+        watch, state, past = AsyncRead(), ScaleState(16.0), []
+        assert watch.at_least(rule.backoff) == 0
+        for found in history:
+            state = after(rule, state, found)
+            past.append(state)
+            new = watch.updated(*tensors(state, FarAway if far else torch.Tensor))
+            assert watch.at_least(rule.backoff) <= state.scale
+            if watch.seen is None:
+                assert not new
+            else:  # it is a state that was there, as long ago as it says
+                assert past[-1 - watch.age] == watch.seen
+            if not far:
+                assert (watch.seen is not None) == (len(past) > 4)
+                assert watch.seen is None or watch.age <= 4
+
+
+def test_it_forgets_the_age_and_is_seen() -> None:
+    """The oracle above notices a AsyncRead that takes what arrives for new."""
+
+    class Ageless(AsyncRead):
+        def updated(self, *state: torch.Tensor) -> bool:
+            new = super().updated(*state)
+            self.age = 0
+            return new
+
+    rule, state, watch = ScaleRule(), ScaleState(16.0), Ageless()
+    above = False
+    for _ in range(12):
+        state = after(rule, state, (1, None))
+        watch.updated(*tensors(state, torch.Tensor))
+        above |= watch.at_least(rule.backoff) > state.scale
+    assert above
+
+
+def test_counts_beyond_float32_s_whole_numbers_come_over_exactly() -> None:
+    watch = AsyncRead()
+    tracker = torch.tensor(2**31 - 1, dtype=torch.int32)
+    for _ in range(5):
+        watch.updated(torch.tensor(8.0), tracker, torch.tensor([1.0, 1.0, 2.0**24]))
+    assert watch.seen == ScaleState(8.0, 2**31 - 1, 1, 0, 2**24)

@@ -126,8 +126,13 @@ class Side:
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
         self.spread = _estimated(step.arrays, probes)
-        # Of one element: in the mean over signs, the square of a projection is the mean square.
+        # Of one element: in the mean over signs, the square of a projection is the mean square. A
+        # number's own rounding to a low dtype may move it in no probe.
+        itself = np.array([a.own * a.values[RMS] for a in step.arrays]) / math.sqrt(3)
         element = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
+        element = np.maximum(element, itself[:, None])
+        mean = itself / np.sqrt([a.size or 1 for a in step.arrays])
+        self.spread[:, ORDERLESS] = np.maximum(self.spread[:, ORDERLESS], mean[:, None])
         self.spread[:, PROJECTIONS] = element
         for part in (slice(AMAX, AMAX + 1), ELEMENTS):
             self.spread[:, part] = np.maximum(self.spread[:, part], element)
@@ -394,7 +399,10 @@ class Pairs:
         """
         mine, theirs = self.one.arrays[i].shape, self.other.arrays[j].shape
         if not self.by_values:
-            return mine == theirs
+            # The gradient of a matrix may come as its transpose, which is turned later.
+            one = self.one.arrays[i]
+            turned = one.direction == BACKWARD and vocabulary().op(one.name).kind == "matmul"
+            return mine == theirs and not (turned and len({*mine}) < len(mine))
         if allowed <= _ROUGH * max(self.one.rms[i], self.other.rms[j]):
             return False
         shape = max(mine, theirs, key=len)
@@ -409,8 +417,8 @@ class Pairs:
     def search(self, i: int, placed: int | None) -> int | None:
         """The array of the other run that has the values of one of the first; None without.
 
-        The one in its place may be wrong: of another call of the op in the module, or of another
-        spelling, as a product with a bias beside one without.
+        The one in its place may be wrong: of another call in the module, as a product with a bias
+        beside one without.
         """
         array = self.one.arrays[i]
         if placed is not None and array.kind not in (RESULT, INPUT):
@@ -419,8 +427,7 @@ class Pairs:
         alike = [j for j in fits if _alike(self.other.arrays[j], array)]
         if placed is None:
             return next(iter(alike or fits), None)
-        likely = alike if self.other.arrays[placed].name == array.name else fits
-        near = (j for j in likely if self.other.modules[j] == self.one.modules[i])
+        near = (j for j in alike or fits if self.other.modules[j] == self.one.modules[i])
         return next(near, None) if self.one.rms[i] else None
 
     def has_twin(self, j: int) -> bool:
@@ -574,12 +581,12 @@ def in_another_dtype(row: Compared) -> bool:
 
 
 def _by_name(one: Side, other: Side) -> dict[int, int]:
-    """Inputs, gradients and updates by name and size."""
+    """Inputs, gradients and updates by name and size; not the ones and zeros of a backward pass."""
 
     def named(side: Side) -> Iterator[tuple[tuple[Any, ...], int]]:
         counts: dict[tuple[Any, ...], int] = {}
         for i, (a, module) in enumerate(zip(side.arrays, side.modules, strict=True)):
-            if a.kind != RESULT:
+            if a.kind != RESULT and not (a.kind == INPUT and a.direction == BACKWARD):
                 key = a.kind, a.name.rpartition(".")[2], module, a.shape
                 counts[key] = counts.get(key, 0) + 1
                 yield (*key, counts[key]), i

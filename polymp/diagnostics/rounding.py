@@ -58,6 +58,10 @@ FUNCTION = 3.0
 HARD = 32.0
 HARD_FUNCTIONS = frozenset("lgamma digamma polygamma igamma igammac erfinv".split())
 
+# An index, or x > 0, turns where a number is as near to another as its rounding. Few probes show a
+# choice that seldom turns: they choose from numbers that are moved so many times as far.
+FARTHER = 10
+
 # Ops that are rounded once: IEEE 754 arithmetic, in float32 for the low dtypes.
 ONCE = frozenset("add sub mul div sqrt reciprocal rsub".split())
 

@@ -16,7 +16,7 @@ class Case(NamedTuple):
     """A step whose model is fine: loss and gradients are finite."""
 
     name: str
-    optimizer: str  # "adam" or "rms"
+    optimizer: str  # "adam" or "rms"; a case of torch alone may have any of torch.optim
     kind: str  # of the fault
     says: str  # what the remedy begins with
     dtype: str = "float32"  # of the weights
@@ -45,13 +45,16 @@ CASES = (
 )  # fmt: skip
 
 
+TORCH = {"adam": "Adam", "rms": "RMSprop"}
+
+
 class InTorch:
     """A step of `torch.optim`."""
 
     op, name = {"adam": "Adam.step", "rms": "RMSprop.step"}, "torch"
     tried = ", with which this step was tried and is finite", ""
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, **options: Any) -> None:
         import torch
 
         import polymp.torch
@@ -60,8 +63,8 @@ class InTorch:
         dtype = getattr(torch, case.dtype)
         self.model = torch.nn.Linear(4, 4, bias=False, dtype=dtype)
         torch.nn.init.ones_(self.model.weight)
-        kind = {"adam": torch.optim.Adam, "rms": torch.optim.RMSprop}[case.optimizer]
-        self.optimizer = kind(self.model.parameters(), lr=1e-3, eps=case.eps)
+        kind = getattr(torch.optim, TORCH.get(case.optimizer, case.optimizer))
+        self.optimizer = kind(self.model.parameters(), lr=1e-3, eps=case.eps, **options)
         self.x = torch.ones(2, 4, dtype=dtype)
         self.x[:, 1] = 0  # the gradients of a column are zero
 
@@ -195,6 +198,17 @@ def test_with_the_remedy_nothing_is_said(
     assert audit.fault is None
     assert "tried" not in str(audit.suggest())
     kind(healthy).caught()
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "RMSprop", "Adagrad"])
+def test_the_eps_of_every_optimizer_of_torch_is_named(torch: Any, name: str, foreach: bool) -> None:
+    case = CASES[0]._replace(optimizer=name)
+    with pytest.raises(BadStepError) as raised:
+        InTorch(case, foreach=foreach).caught()
+    assert raised.value.report.step == 0
+    assert re.match(f"{name}'s eps=1e-08 is zero in torch.float16", raised.value.report.remedy)
+    InTorch(case._replace(eps=1e-4), foreach=foreach).caught()
 
 
 def test_an_eps_that_would_not_help_is_no_remedy(torch: Any) -> None:

@@ -16,7 +16,7 @@ from polymp import text_table
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault
 from tests.conftest import need
-from tests.support.regions import audited
+from tests.support.regions import audited, region
 from tests.support.reports import operand
 
 
@@ -113,6 +113,53 @@ def test_float64_beyond_float32_is_finite(fw: ModuleType) -> None:
         (row,) = found.results
     assert found.fault is None
     assert (row.run, row.magnitudes.largest, row.magnitudes.inf) == ("float64", 2e300, False)
+
+
+SEEN = np.tri(4, dtype=bool)
+MASKED: dict[str, Callable[[ModuleType, Any], Any]] = {
+    "where": lambda fw, s: fw.xp.where(fw.array(SEEN, "bool"), s, -math.inf),
+    "add": lambda fw, s: s + fw.array(np.where(SEEN, 0.0, -math.inf), fw.dtype(s)),
+    "put": lambda fw, s: fw.ops["index_put"](
+        s.reshape(-1), fw.array(-math.inf, fw.dtype(s)), fw.array(np.flatnonzero(~SEEN), "int")
+    ).reshape(s.shape),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("mask", MASKED)
+def test_the_infinities_of_a_mask_are_no_values_of_a_healthy_model(
+    fw: ModuleType, mask: str, dtype: str
+) -> None:
+    """They are in no row, and put none in front; those that a dtype made are, and do."""
+    random = np.random.default_rng(0)
+    x, w = (fw.array(random.standard_normal((4, 4))) for _ in range(2))
+
+    def step(size: float) -> Audit:
+        def loss(w: Any) -> Any:
+            masked = MASKED[mask](fw, (x @ w) * size)
+            return (fw.ops["softmax"](masked) ** 2).sum()
+
+        return audited(fw.name, region(fw.name, dtype)(lambda w: fw.grad(loss, w)[1]), w)
+
+    found = step(1.0)
+    assert not [m for m in found.results if m.magnitudes.inf or m.magnitudes.shares(dtype).overflow]
+    assert "Inf" not in str(found).partition("here")[2]
+    assert found.fault is None
+    asked = found.suggest()  # without a scaler, small gradients vanish in float16
+    assert (asked.rules, asked.scopes, asked.dtype) == ({}, {}, None)
+    if dtype == "float16" and fw.name == "torch":  # JAX multiplies in float32 before a softmax
+        assert [m.op for m in step(1e6).results if m.magnitudes.burst] == ["mul"]
+
+
+@pytest.mark.parametrize("taken", ["tanh", "sigmoid", "clamp"])
+def test_an_overflow_that_an_op_takes_up_is_in_its_row(fw: ModuleType, taken: str) -> None:
+    run = region(fw.name, "float16", "amp")(lambda x: fw.ops[taken](x @ x.mT))
+    found = audited(fw.name, run, fw.array(np.full((4, 64), 400.0)))
+    product = found.results[0].magnitudes
+    assert found.fault is None
+    assert product.inf
+    assert product.burst == product.shares("float16").overflow == 1
+    assert {"torch": "matmul", "jax": "linear"}[fw.name] in found.suggest("amp").rules
 
 
 # --- gradients that vanish in float16: what an audit says of them ---------------------------------

@@ -274,6 +274,69 @@ def test_no_false_alarm_between_frameworks_with_other_weights_and_data() -> None
         assert comparison.explained, str(comparison)
 
 
+# In torch's words and JAX's; each turns in a region for some numbers, and not in float32.
+CHOICES = {
+    "argmax": ("F.embedding((a @ b).argmax(-1), e)", "e[(a @ b).argmax(-1)]"),
+    "one hot": (
+        "F.one_hot((a @ b).argmax(-1), 64).to(e.dtype) @ e",
+        "jax.nn.one_hot((a @ b).argmax(-1), 64) @ e",
+    ),
+    "top": ("(a @ b).topk(5, -1).values", "jax.lax.top_k(a @ b, 5)[0]"),
+    "a jump": ("torch.where(a @ b > 0, 5 * (a @ b), a @ b - 7)",
+               "jnp.where(a @ b > 0, 5 * (a @ b), a @ b - 7)"),
+    "round": ("(3 * (a @ b)).round() * (a @ b)", "jnp.round(3 * (a @ b)) * (a @ b)"),
+    "sign": ("(a @ b).sign() * b.sum()", "jnp.sign(a @ b) * b.sum()"),
+}  # fmt: skip
+
+
+def chosen(kind: str, form: str, low: bool, seed: int) -> RunRecord:
+    """The record of a step with a choice: the sum of the squares of an expression in a, b and e."""
+    rng = np.random.default_rng(seed)
+    arrays = [rng.standard_normal(s, "float32") for s in ((200, 4), (4, 64), (64, 8))]
+    if kind == "torch":
+        import torch
+
+        import polymp.torch
+
+        a, b, e = given = [torch.tensor(x, requires_grad=True) for x in arrays]
+        recorder = polymp.torch.record(None, torch.nn.ParameterList(given))
+        with recorder:
+            with polymp.torch.autocast("cpu", torch.bfloat16, enabled=low):
+                made = eval(form, {"F": torch.nn.functional, "torch": torch}, dict(a=a, b=b, e=e))
+            made.float().square().sum().backward()
+        return recorder.record
+    import jax
+
+    import polymp.jax
+
+    def loss(a: Any, b: Any, e: Any) -> Any:
+        made = eval(form, {"jax": jax, "jnp": jax.numpy}, {"a": a, "b": b, "e": e})
+        return (made.astype("float32") ** 2).sum()
+
+    region = polymp.jax.autocast(loss, dtype="bfloat16", enabled=low)
+    step = polymp.jax.record(None, jax.value_and_grad(region, (0, 1)))
+    step(*map(jax.numpy.asarray, arrays))
+    return step.record
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_that_rounding_turns_raises_no_alarm(kind: str, name: str) -> None:
+    form = CHOICES[name][kind == "jax"]
+    for seed in range(3 if kind == "torch" else 1):
+        comparison = polymp.compare(*(chosen(kind, form, low, seed) for low in (False, True)))
+        assert comparison.explained, str(comparison)
+
+
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_a_choice_that_is_another_is_named(kind: str) -> None:
+    form = CHOICES["argmax"][kind == "jax"]
+    one, other = (chosen(kind, f, False, 0) for f in (form, form.replace("argmax", "argmin")))
+    comparison = polymp.compare(one, other)
+    assert comparison.first is not None
+    assert comparison.first.array.name == {"torch": "embedding", "jax": "gather"}[kind]
+
+
 def test_threads_raise_no_alarm() -> None:
     import torch
 

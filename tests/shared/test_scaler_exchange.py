@@ -241,19 +241,3 @@ def test_a_row_for_the_op_ends_the_skips_in_torch() -> None:
     in_float32 = policy.override(fp32=[fault.op])
     assert train(in_float32) == (0, 4)
     assert locate(lambda: loss(in_float32)) is None
-
-
-def test_a_row_for_the_op_ends_the_skips_in_jax() -> None:
-    import jax
-    import jax.numpy as jnp
-
-    from polymp.jax import autocast, locate
-
-    def loss(policy: polymp.Policy) -> Any:
-        return autocast(lambda w: ((w @ w) / 2**20).mean(), dtype="float16", policy=policy)
-
-    policy, weight = polymp.policy("amp"), jnp.full((2, 2), 600.0)
-    fault = locate(loss(policy), weight)
-    in_float32 = loss(policy.override(fp32=[fault.op]))
-    assert locate(in_float32, weight) is None
-    assert jnp.isfinite(jax.grad(in_float32)(weight)).all()

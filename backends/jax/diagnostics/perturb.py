@@ -30,7 +30,7 @@ from polymp.backends.jax.diagnostics.instrument import quick_options
 from polymp.backends.jax.diagnostics.traced_call import Placed, traced
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import rounding
-from polymp.diagnostics.rounding import EXACT, Run, movement
+from polymp.diagnostics.rounding import EXACT, FARTHER, Run, movement
 from polymp.diagnostics.run_record import RunRecord
 from polymp.rules.vocabulary import vocabulary
 
@@ -323,11 +323,20 @@ def _evaluated(
     runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
     own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 
+    chosen = [not is_inexact(v.aval) or eqn.primitive.name in _STEPS for v in eqn.outvars]
+
     def run(seed: Any, *given: Any) -> list[Any]:
         if narrow:  # operands are moved by their rounding; equal numbers alike in every product
             unit, move = rounding.unit_roundoff(narrow), np.uint32(0)
-            given = tuple(shifted(x, unit * _magnitude(x), seed, move) for x in given)
-        return list(_put(eqn, given))
+            given = tuple(
+                shifted(x, unit * _magnitude(x), seed, move) if x.dtype == np.float32 else x
+                for x in given
+            )
+        made = list(_put(eqn, given))
+        if any(chosen) and any(map(is_float, given)):
+            farther = list(_put(eqn, [_farther(x, o) for x, o in zip(given, own, strict=True)]))
+            made = [f if c else x for x, f, c in zip(made, farther, chosen, strict=True)]
+        return made
 
     if eqn.effects or seeds is None or not (narrow or any(runs)):
         outs = list(compat.put(eqn.primitive, own, eqn.params))
@@ -337,6 +346,18 @@ def _evaluated(
         firsts = [x[0] for x in outs]
     moves = {} if still else {n: amount(eqn, own, x) for n, x in enumerate(firsts)}
     return outs, {n: far for n, far in moves.items() if far is not None}
+
+
+def _farther(x: Any, own: Any) -> Any:
+    """Floats that are moved farther from a run's own: see `FARTHER`."""
+    if not is_float(x) or x.dtype.itemsize == 1:
+        return x
+    moved = (wide(own) + FARTHER * (wide(x) - wide(own))).astype(x.dtype)
+    return jnp.where(jnp.isfinite(x), moved, x)
+
+
+# Primitives on floats that choose, as those do whose results are integers and bools.
+_STEPS = frozenset("round floor ceil sign".split())
 
 
 def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
@@ -360,8 +381,12 @@ def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
 def rounds_operands(eqn: Equation, device: jax.Device) -> str:
     """The format to which a product rounds its float32 operands; "" if it keeps them.
 
-    By default GPUs may take TF32, and TPUs bfloat16: see `jax.default_matmul_precision`.
+    In a region its own casts do. By default GPUs may take TF32, and TPUs bfloat16: see
+    `jax.default_matmul_precision`.
     """
+    if eqn.primitive.name in OURS and "how" not in eqn.params:
+        wide = any(v.aval.dtype == np.float32 for v in eqn.invars)
+        return str(eqn.params["spec"].run) if wide else ""
     if eqn.primitive.name not in ("dot_general", "conv_general_dilated"):
         return ""
     if any(v.aval.dtype != np.float32 for v in (*eqn.invars, *eqn.outvars)):

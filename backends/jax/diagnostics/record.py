@@ -320,8 +320,9 @@ class _Walk(Evaluation):
         sources = [reads] * len(made)
         if call is not None:
             for n in rows:
-                alone = self.seeds is None and name != "while"
-                own, off, by = shares(eqn, eqn.outvars[n].aval, narrow) if alone else _EXACT
+                shared = name != "while" and is_float(eqn.outvars[n].aval)
+                own, off, by = shares(eqn, eqn.outvars[n].aval, narrow) if shared else _EXACT
+                off, by = (off, by) if self.seeds is None else (0.0, 0.0)
                 terms = self.kernels.jitted(of_terms)([v.x for v in values], by) if by else 0.0
                 sources[n] = self._add(RESULT, call.op, made[n], reads, call, (own, off, terms))
             if len(rows) == 1:

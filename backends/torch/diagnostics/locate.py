@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
-from polymp.backends.torch.diagnostics.op_call import OpFacts, Ran, facts_of, numbers_in, tensors
+from polymp.backends.torch.diagnostics.op_call import Ran, facts_of, numbers_in, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real
 from polymp.backends.torch.scaler.device_state import AsyncRead
@@ -152,10 +152,12 @@ class LocateValues(Values):
             if t.requires_grad and t.is_leaf:
                 self._grads.setdefault(id(t), (t, t.grad))
 
-    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
-        super().unwatched(facts, given, result)
+    def unwatched(
+        self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs, result: object
+    ) -> None:
+        super().unwatched(func, args, kwargs, result)
         made = {*map(modes.storage_key, tensors(result))}
-        self._new |= made.difference(map(modes.storage_key, tensors(given)))
+        self._new |= made.difference(map(modes.storage_key, tensors(args, kwargs)))
 
     def _is_own(self, t: torch.Tensor) -> bool:
         """Return whether the step made the memory of a tensor, or an op of it has written there."""

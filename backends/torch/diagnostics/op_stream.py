@@ -30,7 +30,6 @@ from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     CallSites,
     OpCall,
-    OpFacts,
     Own,
     Ran,
     dtypes,
@@ -77,8 +76,10 @@ class Subscriber:
         """Called before a view; return the call that its autograd node is of."""
         return None
 
-    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
-        """Called after an op that reads no float and is no view, with its facts and arguments."""
+    def unwatched(
+        self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs, result: object
+    ) -> None:
+        """Called after an op that reads no float and is no view."""
 
     def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
         """Return whether to follow an op that reads no float: for a constant that it is given."""
@@ -387,7 +388,7 @@ class _Mode(modes.OpMode):
                 flow.wrote(stream.floats(result), flow.here())
             if hear.measures:
                 with Own():
-                    hear.unwatched(facts, (args, kwargs), result)
+                    hear.unwatched(func, args, kwargs, result)
             return result
         op_call = stream.op_call(func, sys._getframe(1))
         # In a backward pass, ops have nodes if it is differentiated itself.

@@ -9,6 +9,7 @@ tensors moved by the roundings so far?
 A tensor that no rounding has moved is the same in all probes, and is kept once. What the probes
 have lies in memory as the tensor does, so that it has the same views, and is let go with it.
 Nothing of the run is written: not its tensors, and not the state of its random generators.
+Integers and bools that are chosen from moved floats, as by argmax or x > 0, are the probes' own.
 
 `polymp.diagnostics.rounding` explains by how much results are moved, and why. They are moved below
 autograd, so that the backward pass is that of the moved run, and is moved itself.
@@ -252,10 +253,10 @@ class Probes:
             self._memory.pop(modes.storage_key(t), None)
 
     def _fits(self, t: torch.Tensor) -> bool:
-        """Return whether probes can have a float tensor; it is counted if not."""
+        """Return whether probes can have a tensor; it is counted if not."""
         if not has_values(t):
             self.left_out["sparse or wrapped tensors are not in probes"] += 1
-        elif t.itemsize == 1:
+        elif t.itemsize == 1 and t.is_floating_point():
             self.left_out["8-bit tensors are not in probes"] += 1
         else:
             return t.numel() > 0
@@ -274,32 +275,59 @@ class Probes:
         if not self.count or _talks(ran):
             return
         for t in ran.into:
-            if not t.is_floating_point() or not self._fits(t):
+            if not self._fits(t):
                 self._copies[id(t)] = t.detach().clone() if has_values(t) else t
-            elif not is_exact(ran.func) or self._moved(ran):
+            elif self._moved(ran.args, ran.kwargs) or not (is_exact(ran.func) or _is_chosen(t)):
                 self._begun(t)
         if torch.Tag.nondeterministic_seeded in ran.func.tags:
             self._random = _generator(ran).get_state()
 
-    def _moved(self, ran: Ran) -> bool:
+    def _moved(self, *given: object) -> bool:
         """Return whether some argument of an op is not the run's own in all probes."""
-        return any(self.of(t) is not None for t in float_tensors(ran.args, ran.kwargs))
+        return any(self.of(t) is not None for t in tensors(*given))
 
-    def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> torch.Tensor | None:
+    def about_to_write(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
+        """Keep what an op that reads no floats is about to change."""
+        if self._memory and dispatcher.writes(func) and self._moved(args, kwargs):
+            for t in filter(self._fits, dispatcher.written(func, args, kwargs)):
+                self._begun(t)
+
+    def passed(
+        self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs, result: object
+    ) -> None:
+        """Run an op that has read no floats in all probes, if what it has read was chosen there."""
+        results = tensors(result)
+        if not (self._memory and self._moved(args, kwargs)):
+            for t in results:
+                self.unmoved(t)
+            return
+        given = {*map(modes.storage_key, tensors(args, kwargs))}
+        new = [at for at, t in enumerate(results) if modes.storage_key(t) not in given]
+        try:
+            each = zip(self._each(args), self._each(kwargs), strict=True)
+            runs = [tensors(func(*a, **k)) for a, k in each]
+            for at in new:
+                if self._fits(results[at]):
+                    self._put(results[at], torch.stack([run[at] for run in runs]))
+        except Exception:  # as of a result whose shape is another
+            self.left_out["ops that fail in probes"] += 1
+            self.forget(results)
+
+    def after(self, ran: Ran, result: object) -> torch.Tensor | None:
         """Run an op in all probes, and move its results.
 
         Returns the norm of how far the first may be from the exact one; None if it is exact.
         """
         if not self.count:
             return None
-        into = [t for t in ran.into if t.is_floating_point()]
-        results = [*made, *(t for t in into if not any(t is m for m in made))]
+        into, whole = ran.into, tensors(result)
+        results = [*whole, *(t for t in into if not any(t is m for m in whole))]
         if _talks(ran):
             self.left_out["what comes from other ranks is not in probes"] += 1
             self.forget(results)
             return None
         try:
-            return self._follow(ran, result, made, into, results)
+            return self._follow(ran, result, into, results)
         except Exception:  # of an op that is like no other: the program goes on
             self.left_out["ops that fail in probes"] += 1
             self.forget(results)
@@ -309,74 +337,84 @@ class Probes:
         self,
         ran: Ran,
         result: object,
-        made: list[torch.Tensor],
         into: list[torch.Tensor],
         results: list[torch.Tensor],
     ) -> torch.Tensor | None:
         if not all(map(has_values, self._copies.values())):
             raise TypeError("it writes a tensor that cannot be copied")
         narrow = rounds_operands(ran, result)
-        runs = self._run(ran, narrow) if narrow or self._moved(ran) else []
+        runs = self._run(ran, narrow) if narrow or self._moved(ran.args, ran.kwargs) else []
+        chosen = [_is_chosen(t) or ran.func.overloadpacket.__name__ in _STEPS for t in results]
+        turned = runs
+        if any(chosen) and runs and not into and self._random is None:
+            turned = self._run(ran, narrow, rounding.FARTHER)
         # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
         moves = not (is_exact(ran.func) or ran.op_call.place.updating)
         given = {*map(modes.storage_key, tensors(ran.args, ran.kwargs))}
         changed = {*map(modes.storage_key, into)}
-        norm = None
+        norm, first = None, next((t for t in results if t.is_floating_point()), None)
         for at, t in enumerate(results):
             key = modes.storage_key(t)
             if (key in given and key not in changed) or not self._fits(t):
                 continue  # an alias
             by = None
-            if moves:
+            if moves and t.is_floating_point():
                 by = result_movement(ran, result, t.detach(), wide(t))
             if key in changed:
                 if by is not None:
                     self._move(t, self._begun(t), by)
             elif runs or by is not None:
-                numbers = torch.stack([run[at] for run in runs]) if runs else self._same(t)
+                each = [run[at] for run in (turned if chosen[at] else runs)]
+                numbers = torch.stack(each) if runs else self._same(t)
+                if _is_chosen(t) and t.dtype is not torch.bool:  # an index stays one
+                    numbers.clamp_(t.min(), t.max())
                 self._put(t, self._move(t, numbers, by))
-            if at == 0 and by is not None:
+            if t is first and by is not None:
                 norm = torch.linalg.vector_norm(by)
                 if narrow:
                     moved = torch.linalg.vector_norm(t.detach())
                     norm = norm + rounding.of_operands(narrow) * moved
         return norm
 
-    def _run(self, ran: Ran, narrow: str) -> list[list[torch.Tensor]]:
-        """Run an op in each probe; return the float tensors in its results.
+    def _run(self, ran: Ran, narrow: str, times: int = 1) -> list[list[torch.Tensor]]:
+        """Run an op in each probe; return the tensors in its results.
 
-        Float32 operands are moved by their rounding to the format `narrow`, if it has one.
+        Float32 operands are moved by their rounding to the format `narrow`, if it has one; all of
+        them are so many times as far from the run's own.
         """
         runs, before = [], self._random
         generator = None if before is None else _generator(ran)
         state = None if generator is None else generator.get_state()
         try:
-            given = self._each(ran.args, narrow), self._each(ran.kwargs, narrow)
+            given = self._each(ran.args, narrow, times), self._each(ran.kwargs, narrow, times)
             for args, kwargs in zip(*given, strict=True):
                 if generator is not None and before is not None:
                     generator.set_state(before)
-                runs.append(float_tensors(ran.func(*args, **kwargs)))
+                runs.append(tensors(ran.func(*args, **kwargs)))
         finally:
             if generator is not None and state is not None:
                 generator.set_state(state)
         return runs
 
-    def _each(self, tree: Any, narrow: str = "") -> Sequence[Any]:
+    def _each(self, tree: Any, narrow: str = "", times: int = 1) -> Sequence[Any]:
         """Return what each probe has in place of an op's arguments."""
         if isinstance(tree, torch.Tensor):
             if (copy := self._copies.get(id(tree))) is not None:
                 return [copy.clone() for _ in range(self.count)]
-            own = self.of(tree) if tree.is_floating_point() else None
+            own = self.of(tree)
             if narrow and tree.dtype is torch.float32:
                 by = tree.detach().abs().mul_(rounding.unit_roundoff(narrow))
                 own = self._same(tree) if own is None else own.clone()
                 move(own.unbind(), tree.detach(), by, 0)  # in every op that reads it alike
+            if own is not None and times > 1 and tree.is_floating_point():
+                farther = tree + times * (own.to(wide(tree)) - tree)
+                own = torch.where(own.isfinite(), farther.to(own.dtype), own)
             return [tree] * self.count if own is None else own.unbind()
         if isinstance(tree, (list, tuple)) and tree:
-            each = zip(*(self._each(x, narrow) for x in tree), strict=True)
+            each = zip(*(self._each(x, narrow, times) for x in tree), strict=True)
             return [type(tree)(items) for items in each]
         if isinstance(tree, dict) and tree:
-            values = self._each([*tree.values()], narrow)
+            values = self._each([*tree.values()], narrow, times)
             return [dict(zip(tree, found, strict=True)) for found in values]
         return [tree] * self.count
 
@@ -409,6 +447,15 @@ class Probes:
             self._moves += 1
             move(numbers.unbind(), t.detach(), by, self._moves)
         return numbers
+
+
+# Ops on floats that choose, as those do whose results are integers and bools.
+_STEPS = frozenset("round floor ceil trunc sign sgn heaviside floor_divide".split())
+
+
+def _is_chosen(t: torch.Tensor) -> bool:
+    """Return whether a tensor has integers or bools."""
+    return not (t.is_floating_point() or t.is_complex())
 
 
 def _talks(ran: Ran) -> bool:

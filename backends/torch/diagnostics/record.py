@@ -27,10 +27,10 @@ from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher, distributed, modes
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
-    OpFacts,
     Own,
     Ran,
     call_of,
+    facts_of,
     tensors,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
@@ -326,7 +326,7 @@ class _Step(Subscriber):
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))
             return
-        norm = self._probes.after(ran, result, made)
+        norm = self._probes.after(ran, result)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists = _takes_lists(ran.func)
         # In a backward pass some make no gradient, such as the factor 2 * x of a square.
@@ -396,13 +396,20 @@ class _Step(Subscriber):
             return makers
         return tuple(dict.fromkeys((*self._makers.get(modes.storage_key(t), ()), *makers)))
 
-    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
-        read = tensors(given) if facts.kind != "makes" else []  # ones_like reads no numbers
+    def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
+        self._probes.about_to_write(func, args, kwargs)
+        return False
+
+    def unwatched(
+        self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs, result: object
+    ) -> None:
+        makes = facts_of(func).kind == "makes"
+        read = [] if makes else tensors(args, kwargs)  # ones_like reads no numbers
         known = (self._makers.get(modes.storage_key(t), ()) for t in read)
         makers = tuple(dict.fromkeys(chain.from_iterable(known)))  # through integers, as of argmax
         for t in tensors(result):
             self._made(t, makers)
-            self._probes.unmoved(t)
+        self._probes.passed(func, () if makes else args, {} if makes else kwargs, result)
 
     def knows(self, t: torch.Tensor) -> bool:
         return bool(self._makers.get(modes.storage_key(t)))

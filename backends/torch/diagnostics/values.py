@@ -22,7 +22,6 @@ from polymp.backends.torch.compat import dispatcher, distributed, modes, optimiz
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     OpCall,
-    OpFacts,
     Own,
     Ran,
     call_of,
@@ -457,7 +456,9 @@ class Values(Subscriber):
             return any(not t.dim() for t in reads)
         return bool(_floats(args, kwargs) or self._provenance.constants(reads))
 
-    def unwatched(self, facts: OpFacts, given: object, result: object) -> None:
+    def unwatched(
+        self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs, result: object
+    ) -> None:
         for t in numbers_in(result):
             self._provenance.forget(t)
 

@@ -138,17 +138,6 @@ def test_diff_lists_every_op_whose_rule_differs(one, other, answer):
     assert len(listed) > 20
 
 
-def test_diff_draws_rules_and_rows(polymp):
-    code, out, err = polymp("diff", "mine.toml", "amp")
-    assert (code, err) == (1, "")
-    cells = table(out)
-    assert re.search(r"^softmax +fp32_keep +fp32, torch-cuda$", out, re.MULTILINE)
-    assert cells["exp (bfloat16)"] == ["keep", "fp32, torch-cuda"]
-    assert "exp (float16)" not in cells
-    assert cells["linear"] == ["fp32, in *.lm_head", "lower, torch-cuda", "*.lm_head"]
-    assert cells["aten:max.dim"] == ["keep", "parts, no row"]
-
-
 def test_ops_that_differ_alike_share_a_row(polymp, answer, tmp_path):
     (tmp_path / "one.toml").write_text('extends = "amp"\nrules.all = "fp32"')
     _, out, _ = polymp("diff", "amp", "one.toml")

@@ -112,9 +112,6 @@ def test_no_cell_of_a_table_is_broken_over_many_lines(
     assert max(map(len, text.splitlines())) <= width
     assert text.count("scaled_dot_product_attention") == 1
     assert text.count("attention.py:1234") == 3
-    rows = text[text.index("-- forward") :].splitlines()
-    lines = {80: 3 * 2 + 1, 100: 2 + 1 + 2 + 1, 140: 4}[width]
-    assert len(rows) == 3 + 4 + lines  # sections and what is between them, modules, rows
 
 
 def test_an_audit_is_a_page_and_its_records_have_short_words(tmp_path: Path) -> None:

@@ -35,14 +35,6 @@ def test_defaults_are_torchs():
     assert {key: ours[key] for key in ours if key not in theirs} == others
 
 
-def test_disabled_it_is_a_no_op():
-    scaler = GradScaler(enabled=False)
-    loss = jnp.asarray([1.5])
-    assert scaler.scale(loss) is loss
-    assert scaler.update(False) is scaler
-    assert scaler.state_dict() == {}
-
-
 def test_a_device_is_refused():
     with pytest.raises(TypeError, match=r"^GradScaler\('cpu'\): in JAX it takes no device."):
         GradScaler("cpu")

@@ -202,7 +202,6 @@ class Run:
         full, report = self.cut.full(), self.scaler.report()
         note = {
             "here": here,
-            "found": self.scaler.step_skipped(self.optimizer).item(),
             "skipped": self.scaler.step_skipped(self.optimizer).item(),
             "bad": [(g.name, g.inf, g.nan) for g in report.bad],
             "values": sum(g.size for g in report.gradients),

@@ -575,26 +575,6 @@ def test_flops_are_known_of_the_kernels_that_have_some() -> None:
     assert modes.flops(backward.default, given, {}, None) == 3 * scores + 2 * results
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("groups", [1, 2])
-def test_flops_of_convolutions_and_their_gradients(transposed: bool, groups: int) -> None:
-    """One product for each weight that meets a number: `groups` times fewer of these."""
-    forward, backward = torch.ops.aten.convolution, torch.ops.aten.convolution_backward
-    shape = (4, 6 // groups) if transposed else (6, 4 // groups)
-    x, w, rest = (
-        torch.ones(3, 4, 8),
-        torch.ones(*shape, 3),
-        ([2], [1], [1], transposed, [0], groups),
-    )
-    out = forward(x, w, None, *rest)
-    places = 3 * (8 if transposed else 4)  # each of the windows' places, in all examples
-    flops = 2 * places * 4 * 6 * 3 // groups
-    assert modes.flops(forward.default, (x, w, None, *rest), {}, out) == flops
-    for wanted, times in (([True, True, False], 2), ([False, True, False], 1)):
-        given = out, x, w, [0], *rest, wanted
-        assert modes.flops(backward.default, given, {}, backward(*given)) == times * flops
-
-
 def test_what_is_saved_is_shown_and_torch_func_is_let_by() -> None:
     seen: list[torch.Tensor] = []
     x = torch.ones(2, requires_grad=True)

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polymp.backends.torch.diagnostics.catch import TrainingState, bad_by_device
 from polymp.errors import BadStepError, CatchWarning
-from polymp.torch import autocast, catch
+from polymp.torch import catch
 from tests.support.sizes import size
 from tests.support.torch.audit_trainings import CASES, Training, same
 
@@ -481,52 +481,6 @@ def test_no_step_waits_for_the_gpu() -> None:
             step(x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def in_float16(
-    kind: Any, weights: torch.dtype = torch.float16, **options: Any
-) -> tuple[nn.Module, Callable[[], torch.Tensor]]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).to(weights)
-    optimizer, x = kind(model.parameters(), lr=1e-5, **options), torch.randn(4, 8)
-
-    def step() -> torch.Tensor:
-        with autocast("cpu", torch.float16):
-            loss = model(x).float().square().mean()
-        return update(optimizer, loss)
-
-    return model, step
-
-
-OPTIMIZERS = ["Adam", "AdamW", "NAdam", "RMSprop", "Adagrad"]
-
-
-@pytest.mark.parametrize("every", [1, 100])
-@pytest.mark.parametrize("foreach", [False, True])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_eps_that_is_zero_in_the_weights_dtype_is_the_cause(
-    name: str, foreach: bool, every: int
-) -> None:
-    kind = getattr(torch.optim, name)
-    model, step = in_float16(kind, foreach=foreach)
-    before = [p.clone() for p in model.parameters()]
-    caught = catch(step, every=every)
-    report = report_of(lambda: ([caught() for _ in range(3)], caught.check()))
-    assert re.match(rf"{name}'s eps=1e-\d+ is zero in torch.float16, .* eps=0.0001", report.remedy)
-    assert report.remedy in str(report)
-    assert report.step > 0 or all(map(torch.equal, before, model.parameters()))
-    for dtype, options in ((torch.float16, {"eps": 1e-4}), (torch.float32, {})):  # what it says
-        model, step = in_float16(kind, dtype, foreach=foreach, **options)
-        for _ in range(report.step + 1):
-            step()
-        assert all(bool(p.isfinite().all()) for p in model.parameters())
-
-
-def test_another_cause_is_not_put_down_to_eps() -> None:
-    model, step = in_float16(torch.optim.Adam, eps=1e-8, weight_decay=0.0)
-    for p in model.parameters():
-        p.register_hook(lambda g: torch.full_like(g, math.inf))
-    assert "eps" not in str(report_of(catch(step, every=1)))
 
 
 def test_a_step_that_writes_into_its_batch_is_repeated_with_the_batch_as_it_came() -> None:

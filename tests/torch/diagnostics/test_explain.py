@@ -210,11 +210,22 @@ FLOPS: dict[str, tuple[int, Callable[[], Any]]] = {
         2 * (2 * 6 * 4 * 4) * (4 // 2) * 9,  # a result is made of 2 of 4 channels, 3 x 3 each
         lambda: (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), torch.randn(2, 4, 8, 8)),
     ),
+    "conv_transpose1d": (  # each place, in all examples, meets the weights of its group
+        2 * (3 * 8) * (4 * 6 * 3) // 2,
+        lambda: (nn.ConvTranspose1d(4, 6, 3, stride=2, groups=2), torch.randn(3, 4, 8)),
+    ),
     "scaled_dot_product_attention": (
         2 * (2 * 3 * 5 * 7 * 8) * 2,
         lambda: (F.scaled_dot_product_attention, *two((2, 3, 5, 8), *[(2, 3, 7, 8)] * 2)),
     ),
 }  # fmt: skip
+
+
+def test_a_gradient_that_nobody_asks_for_has_no_flops() -> None:
+    with explain() as report:  # the images need none
+        nn.Conv2d(4, 6, 3)(torch.randn(2, 4, 8, 8)).sum().backward()
+    forward, backward = (call.flops for call in report if call.flops)
+    assert forward == backward
 
 
 def test_an_op_of_the_name_of_a_product_has_none() -> None:

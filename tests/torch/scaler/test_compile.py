@@ -39,16 +39,11 @@ OPTIMIZERS: dict[str, Make] = {
     "Adam": optim.Adam,
     "Adam, capturable": partial(optim.Adam, capturable=True),
     "AdamW, foreach": partial(optim.AdamW, foreach=True),
-    "NAdam": optim.NAdam,
-    "RAdam": optim.RAdam,
-    "Adamax": optim.Adamax,
-    "Adagrad": optim.Adagrad,
-    "Adadelta": optim.Adadelta,
-    "ASGD": optim.ASGD,
     "RMSprop": partial(optim.RMSprop, momentum=0.9),
-    "Rprop": optim.Rprop,
-    "Adafactor": optim.Adafactor,
-    "Muon": optim.Muon,
+    **{
+        name: getattr(optim, name)
+        for name in "NAdam RAdam Adamax Adagrad Adadelta ASGD Rprop Adafactor Muon".split()
+    },
 }
 # Those whose step does the same arithmetic in compiled code; others count steps in tensors there.
 SAME_BITS = ("SGD", "SGD, momentum", "SGD, nesterov, foreach", "Muon")

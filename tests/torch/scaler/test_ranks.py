@@ -98,7 +98,7 @@ def same(each: Sequence[Any]) -> bool:
 
 @EVERY
 def test_all_ranks_agree_and_stay_finite(worlds: Any, ranks: int, cut: str, way: str) -> None:
-    for what in ("state", "parameters", "found", "skipped"):
+    for what in ("state", "parameters", "skipped"):
         assert same(of_all(worlds, ranks, (cut, way), what)), what
     assert all(map(all, of_all(worlds, ranks, (cut, way), "finite")))
 
@@ -109,7 +109,6 @@ def test_scale_and_counts_are_the_rule_s(worlds: Any, ranks: int, cut: str, way:
     assert of_all(worlds, ranks, (cut, way), "state")[0] == states(steps)
     skips = [step != "good" for step in steps]
     assert of_all(worlds, ranks, (cut, way), "skipped")[0] == skips
-    assert of_all(worlds, ranks, (cut, way), "found")[0] == skips
 
 
 @EVERY

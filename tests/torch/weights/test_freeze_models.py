@@ -24,7 +24,7 @@ from tests.support.sizes import size
 from tests.support.torch.compiled import Count
 from tests.support.torch.fp8_models import LowRank
 from tests.support.torch.freezable_models import plainly
-from tests.support.torch.models import ConvNet, First
+from tests.support.torch.models import Attention, ConvNet, First
 from tests.support.torch.version_changes import need_lstm
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
@@ -102,17 +102,6 @@ IDS = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]])
 def recurrent(kind: type[nn.RNNBase]) -> nn.Module:
     layer = kind(8, 6, 2, batch_first=True, bidirectional=True)
     return nn.Sequential(First(layer), nn.Linear(12, 3))
-
-
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.before = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.before(x)
-        return self.attention(x, x, x)[0]
 
 
 def encoder() -> nn.Module:

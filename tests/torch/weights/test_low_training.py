@@ -29,22 +29,16 @@ def matrices(x: list[torch.Tensor]) -> Any:
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
-    "Adadelta": torch.optim.Adadelta,
-    "Adafactor": torch.optim.Adafactor,
-    "Adagrad": torch.optim.Adagrad,
-    "Adam": torch.optim.Adam,
+    **{
+        name: getattr(torch.optim, name)
+        for name in """Adadelta Adafactor Adagrad Adam AdamW Adamax ASGD NAdam RAdam RMSprop
+        Rprop""".split()
+    },
     "Adam-foreach": lambda x: torch.optim.Adam(x, foreach=True),
     "Adam-fused": lambda x: torch.optim.Adam(x, fused=True),
     "Adam-amsgrad": lambda x: torch.optim.Adam(x, amsgrad=True),
-    "AdamW": torch.optim.AdamW,
-    "Adamax": torch.optim.Adamax,
-    "ASGD": torch.optim.ASGD,
     "LBFGS": lambda x: torch.optim.LBFGS(x, lr=0.1, max_iter=3),
     "Muon": matrices,
-    "NAdam": torch.optim.NAdam,
-    "RAdam": torch.optim.RAdam,
-    "RMSprop": torch.optim.RMSprop,
-    "Rprop": torch.optim.Rprop,
     "SGD": lambda x: torch.optim.SGD(x, lr=0.1),
     "SGD-momentum": lambda x: torch.optim.SGD(x, lr=0.1, momentum=0.9, nesterov=True),
 }

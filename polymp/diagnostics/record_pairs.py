@@ -209,20 +209,21 @@ def _estimated(arrays: Sequence[RecordedArray], probes: int) -> Any:
     spread = np.zeros((len(arrays), VALUES))
     weights = {a.name: a.values[RMS] for a in arrays if a.kind == INPUT}
     for i, a in enumerate(arrays):
-        size, least = a.values[RMS] or 1.0, 0.0
+        size, least, unit = a.values[RMS] or 1.0, 0.0, 0.0
+        read_in = [arrays[r] for r in a.reads]
         if a.name in _SCATTERED or vocabulary().op(a.name).kind == "accumulation":
             # Of sums in places, the terms are not in the record: of each place, about as many.
-            read_in = (arrays[r] for r in a.reads)
             norms = (x.values[RMS] * max(x.size / max(a.size, 1), 1.0) ** 0.5 for x in read_in)
             terms = min(max((*norms, size)) / size, MOST)
             a = a._replace(terms=terms, own=a.own * terms)
-        own = a.own
+        if a.kind != INPUT and a.dtype in FORMATS:
+            least, unit = FORMATS[a.dtype].smallest_subnormal / 2, unit_roundoff(a.dtype)
+            if a.kind == UPDATE and not probes:  # rounded as the new weight is
+                least = max(least, unit * weights.get(a.name, 0.0))
+        wide = any(x.dtype in FORMATS and unit_roundoff(x.dtype) < unit for x in read_in)
+        own = max(a.own, unit if wide else 0.0)  # a cast has no row
         if probes and (any(a.spread) or not a.spread):  # else all of it rounds alike, in no probe
             own = 0.0
-        if a.kind != INPUT and a.dtype in FORMATS:
-            least = FORMATS[a.dtype].smallest_subnormal / 2
-            if a.kind == UPDATE and not probes:  # rounded as the new weight is
-                least = max(least, unit_roundoff(a.dtype) * weights.get(a.name, 0.0))
         read = [(relative[r], arrays[r]) for r in a.reads if relative[r]]
         error = math.hypot(max(own, least / size), _carried(a, read) if read else 0.0)
         relative.append(min(error, 1.0) if a.values[RMS] else error)

@@ -466,9 +466,9 @@ def _notes(
         if patterns := ", ".join(map(str, record.header.get("modules", ()))):
             yield f"not compared: calls of {name} outside of {patterns}, which it recorded alone"
         if not record.header.get("probes"):
-            if names := ", ".join(dict.fromkeys(a.name for a in step.arrays if unknown(a))):
+            if unjudged := ", ".join(dict.fromkeys(a.name for a in step.arrays if unknown(a))):
                 yield (
-                    f"not judged: {names} of {name}, and what is made of it: only probes tell how "
+                    f"not judged: {unjudged} of {name}, and what is made of it: only probes tell how "
                     "far rounding moves it"
                 )
             yield (

@@ -468,8 +468,8 @@ def _notes(
         if not record.header.get("probes"):
             if unjudged := ", ".join(dict.fromkeys(a.name for a in step.arrays if unknown(a))):
                 yield (
-                    f"not judged: {unjudged} of {name}, and what is made of it: only probes tell how "
-                    "far rounding moves it"
+                    f"not judged: {unjudged} of {name}, and what is made of it: only probes tell "
+                    "how far rounding moves it"
                 )
             yield (
                 f"{name} was recorded without probes: what rounding explains is estimated from "

@@ -183,6 +183,9 @@ def replacing(path: str | PathLike[str]) -> Iterator[Path]:
     if not whole.parent.is_dir():
         folder = str(Path(path).parent)
         raise FileNotFoundError(ENOENT, f"there is no folder {folder!r}", str(path))
+    if whole.exists() and not whole.is_file():  # as /dev/stdout
+        yield whole
+        return
     beside = whole.with_name(
         f".{whole.stem[:64]}-{os.getpid()}-{threading.get_ident()}{whole.suffix}"
     )

@@ -112,7 +112,7 @@ class Compared(NamedTuple):
             "other": side(self.other),
             "verdict": self.verdict,
             "difference": self.difference if finite else None,
-            "allowed": self.allowed,
+            "allowed": self.allowed if math.isfinite(self.allowed) else None,
         }
 
 
@@ -448,7 +448,8 @@ class Pairs:
 
     def _near(self, i: int, j: int) -> bool:
         """True if two arrays may be of one call: not in other modules, of those that both have."""
-        if RESULT not in (self.one.arrays[i].kind, self.other.arrays[j].kind):
+        pair = self.one.arrays[i], self.other.arrays[j]
+        if RESULT not in [a.kind for a in pair] or any(map(_is_returned, pair)):
             return True
         modules = {self.one.modules[i], self.other.modules[j]}
         return len(modules) == 1 or not modules <= self.shared
@@ -481,7 +482,11 @@ class Pairs:
         rest = range(todo, len(self.other.arrays))
         rows += [alone(k) for k in rest if k not in self.partners]
         if self.by_values:  # what only the other run has says nothing: its ops are split otherwise
-            rows = [r for r in rows if r.one is not None or r.array.name == COMPILED]
+            rows = [
+                r
+                for r in rows
+                if r.one is not None or r.array.name == COMPILED or _is_returned(r.array)
+            ]
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
         if first is not None and (first.one is None or first.other is None):
             lone, first = first, self._with_partner(first)
@@ -682,6 +687,11 @@ def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
     return made
 
 
+def _is_returned(a: RecordedArray) -> bool:
+    """True for what a function returns, which no call of its own makes."""
+    return a.kind == RESULT and not a.run and a.name != COMPILED
+
+
 def _is_end(a: RecordedArray) -> bool:
     """True for what has one counterpart, even if its values are others."""
     return a.kind == UPDATE or a.name == COMPILED
@@ -741,10 +751,12 @@ def _worst(difference: Any, allowed: Any) -> tuple[float, int]:
 def _of_two_elements(projections: Any, noise: float) -> bool:
     """True if two elements at most make the difference: projections have their sum, or difference.
 
-    A projection has each element with a sign; of many elements, all sums differ.
+    A projection has each element with a sign; of many elements, all sums differ. Beside much noise
+    that is not seen.
     """
     sizes = np.sort(projections)
-    return int((np.diff(sizes) > max(noise, 1e-3 * float(sizes[-1]))).sum()) <= 1
+    most = float(sizes[-1])
+    return noise < 0.1 * most and int((np.diff(sizes) > max(noise, 1e-3 * most)).sum()) <= 1
 
 
 def _certainty(squares: tuple[Any, Any], probes: tuple[int, int]) -> Any:

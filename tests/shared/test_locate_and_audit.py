@@ -116,7 +116,16 @@ def test_float64_beyond_float32_is_finite(fw: ModuleType) -> None:
 
 
 SEEN = np.tri(4, dtype=bool)
+
+
+def _filled(fw: ModuleType, s: Any) -> Any:
+    if fw.name == "torch":
+        return s.masked_fill(fw.array(~SEEN, "bool"), -math.inf)
+    return import_module("jax.lax").select(SEEN, s, fw.xp.full_like(s, -math.inf))
+
+
 MASKED: dict[str, Callable[[ModuleType, Any], Any]] = {
+    "filled": _filled,
     "where": lambda fw, s: fw.xp.where(fw.array(SEEN, "bool"), s, -math.inf),
     "add": lambda fw, s: s + fw.array(np.where(SEEN, 0.0, -math.inf), fw.dtype(s)),
     "put": lambda fw, s: fw.ops["index_put"](

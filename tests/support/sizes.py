@@ -30,7 +30,7 @@ LONGEST = tuple(
     torch/autocast/test_compile_around.py jax/diagnostics/test_locate.py
     torch/diagnostics/test_record.py site/test_examples.py shared/test_shipped_policies.py
     torch/autocast/test_ops.py torch/scaler/test_compile.py jax/autocast/test_passes.py
-    jax/autocast/test_random_programs.py jax/trainers/test_keras.py shared/test_survival.py
+    jax/autocast/test_random_programs.py jax/trainers/test_keras.py
     jax/autocast/test_fp8_contraction.py jax/weights/test_low_training.py
     shared/test_scaler_histories.py jax/autocast/test_corpus.py core/test_parity.py
     jax/autocast/test_loops.py core/test_close_and_fits.py shared/test_cases.py

@@ -28,7 +28,7 @@ def state() -> tuple[Any, ...]:
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     each = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in DEVICES]
-    return depth, torch.is_autocast_cache_enabled(), len(regions.stack.thread.frames), *each
+    return depth, torch.is_autocast_cache_enabled(), len(regions.local.thread.frames), *each
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,14 @@
-"""The kernels of ours of an op, which run it by its rule in the region in force.
+"""The kernels of ours of an op, which run it by the row that the policy in force has for it.
 
 One is on torch's autocast key of a device, one in front of torch.func's transforms. If the policy
 of the region agrees with torch for the op, a kernel passes the call on to torch's own kernel, which
 it replaced. torch.compile traces through it.
+
+    row           of a policy: an op and its rule
+    decision      for one call: the dtypes that follow from the rule
+    OpOnDevice    an op, and how its calls run
+    OpInRegion    its row in one region, and what follows from it for every call
+    log entry     a call and its decision, for `explain` and its like
 """
 
 from collections.abc import Callable, Sequence
@@ -52,7 +58,7 @@ def make(name: str, device: str, key: str) -> Function | None:
     replaced: Any = _torch_kernel(name, key) if name in torch_table.kernels(device) else None
     excluded = dispatcher.keyset(key)
     pass_on, call = dispatcher.passing_on(op, key), dispatcher.calling(op)
-    ruled = op_on(name, device)
+    on_device = op_on(name, device)
     writes = op._schema.is_mutable
     if writes:
         region_casts.watch(device)  # first, for this kernel replaces one of those that it puts
@@ -60,31 +66,31 @@ def make(name: str, device: str, key: str) -> Function | None:
     def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
         if writes:
             region_casts.writing(kwargs.get("out", args[0]))
-        ruling = ruled.ruling(regions.in_force(device))
-        if (found := decision_log.current()) is not None:
-            entry = ruled.entry(ruling, args)
-            return found.around(entry, as_ruled, ruling, keys, args, kwargs)
-        return as_ruled(ruling, keys, args, kwargs)
+        in_region = on_device.in_region(regions.in_force(device))
+        if (recorder := decision_log.current()) is not None:
+            entry = on_device.log_entry(in_region, args)
+            return recorder.around(entry, run, in_region, keys, args, kwargs)
+        return run(in_region, keys, args, kwargs)
 
-    def as_ruled(ruling: Ruling, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
-        row = ruling.row
-        if ruling.agrees and replaced is not None:
-            if ruling.mul is None or op_facts.adds_up(name, args):
+    def run(in_region: OpInRegion, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
+        row, agrees = in_region.row, in_region.agrees
+        if agrees and replaced is not None:
+            if in_region.as_mul is None or op_facts.adds_up(name, args):
                 return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
         # made, every op has one, also where torch, which has none, does as the row says; the record
         # has such an op as a whole.
         if row is None:
             return pass_on(keys, args, kwargs)
-        if ruling.agrees and replaced is None:
+        if agrees and replaced is None:
             with decision_log.paused():
                 return pass_on(keys, args, kwargs)
         with dispatcher.ExcludeKeys(excluded):
             if row.rule is Rule.KEEP:
                 return call(*args, **kwargs)
-            if row.rule is Rule.FORBID and ruling.agrees:
+            if row.rule is Rule.FORBID and agrees:
                 return replaced.call_boxed(keys, *args, **kwargs)  # raises torch's own error
-            return ruled.run(ruling, region_casts.cast, call, args, kwargs)
+            return on_device.run(in_region, region_casts.cast, call, args, kwargs)
 
     return dynamo.no_frame(kernel, inside=True)
 
@@ -119,19 +125,20 @@ def make_in_front(name: str) -> Function | None:
         args = tuple(_wrapped(places, args))
         if device not in torch_table.DEVICES or not torch.is_autocast_enabled(device):
             return call(*args, **kwargs)
-        ruled, region = op_on(name, device), regions.in_force(device)
-        ruling = ruled.ruling(region)
-        key = dispatcher.autocast_key(device)
-        if ruling.row is None or region.policy is None or key is None:
+        on_device, region = op_on(name, device), regions.in_force(device)
+        in_region = on_device.in_region(region)
+        row, key = in_region.row, dispatcher.autocast_key(device)
+        if row is None or region.policy is None or key is None:
             return call(*args, **kwargs)
-        if ruling.row.rule is Rule.FORBID or (ruling.agrees and ruling.row.rule not in AS_A_WHOLE):
+        if row.rule is Rule.FORBID or (in_region.agrees and row.rule not in AS_A_WHOLE):
             return call(*args, **kwargs)  # torch's kernel, or ours behind it, raises or casts
         with dispatcher.ExcludeKeys(dispatcher.keyset(key)):
             args = tree_map_only(torch.Tensor, modes.matched_tangent, args)
-            if (found := decision_log.current()) is not None:
-                entry = ruled.entry(ruling, args)
-                return found.around(entry, ruled.run, ruling, torch.Tensor.to, call, args, kwargs)
-            return ruled.run(ruling, torch.Tensor.to, call, args, kwargs)
+            how = in_region, torch.Tensor.to, call, args, kwargs
+            if (recorder := decision_log.current()) is not None:
+                entry = on_device.log_entry(in_region, args)
+                return recorder.around(entry, on_device.run, *how)
+            return on_device.run(*how)
 
     return dynamo.no_frame(kernel, inside=True)
 
@@ -157,16 +164,16 @@ CastFunction = Callable[[torch.Tensor, torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
-    """The decision for one op in one region, worked out once."""
+class OpInRegion:
+    """The row of an op in one region, and what follows from it for every call, worked out once."""
 
     region: Region
     policy: Policy  # of the region, or torch's table of the device
     row: Row | None  # the row that won; None if the policy has no row for the op
     agrees: bool  # whether torch's own kernel does the same
     decision: Decision | None  # if it does not depend on the dtypes of the inputs
-    mul: Row | None  # for calls in which a product adds nothing up; None if `row` holds for all
-    adds: bool  # whether it may add up in the dtype of a low result, where it writes or reads
+    as_mul: Row | None  # for calls in which a product adds nothing up; None if `row` holds for all
+    may_add: bool  # whether it may add up in the dtype of a low result, where it writes or reads
 
 
 @cache
@@ -176,7 +183,7 @@ def op_on(name: str, device: str) -> "OpOnDevice":
 
 
 class OpOnDevice:
-    """An op on a device: its ruling in each region, and how its calls run by one.
+    """An op on a device: its row in each region, and how its calls run by it.
 
     Regions that are in force are kept for the life of the process, so each is known by its
     identity.
@@ -184,7 +191,6 @@ class OpOnDevice:
 
     def __init__(self, name: str, device: str) -> None:
         op: Any = dispatcher.overload(name)
-        self.op: torch._ops.OpOverload = op
         self.name, self.device = name, device
         schema = op._schema.arguments
         # The arguments whose dtypes count for a rule, as in torch's `prioritize`.
@@ -198,30 +204,30 @@ class OpOnDevice:
         self._written = [at for at, a in enumerate(schema) if a.name.startswith("running_")]
         self._with_low_input: Sequence[int] = range(1, len(schema)) if self._written else ()
         self._prepare = recurrent_arguments(name, device)
-        self._rulings: dict[int, Ruling] = {}
+        self._in_regions: dict[int, OpInRegion] = {}
 
-    def ruling(self, region: Region) -> Ruling:
-        """Return the ruling in a region."""
-        found = self._rulings.get(id(region))
-        if found is None or found.region is not region:
-            found = self._rulings[id(region)] = self._made(region)
-        return found
+    def in_region(self, region: Region) -> OpInRegion:
+        """Return the op's row in a region, and what follows from it."""
+        known = self._in_regions.get(id(region))
+        if known is None or known.region is not region:
+            known = self._in_regions[id(region)] = self._looked_up(region)
+        return known
 
-    def _made(self, region: Region) -> Ruling:
+    def _looked_up(self, region: Region) -> OpInRegion:
         name, device, dtype = self.name, self.device, region.dtype
-        mul = None
+        as_mul = None
         if region.policy is None:
             policy, row = torch_table.policy(device), torch_table.row(device, name, dtype)
             agrees = "::" not in name
         else:
             policy, row = region.policy, torch_table.table(region.policy, dtype, device).get(name)
             agrees = torch_table.agrees(device, policy, name, dtype)
-            mul = torch_table.as_mul(device, policy, name, dtype)
+            as_mul = torch_table.as_mul(device, policy, name, dtype)
         decision, fixed = None, (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP)
         if row is not None and row.rule in fixed and not self._steps:
             decision = policy.apply(row, (), dtype)
-        adds = self._steps or name in op_facts.WRITES
-        return Ruling(region, policy, row, agrees, decision, mul, adds)
+        may_add = self._steps or name in op_facts.WRITES
+        return OpInRegion(region, policy, row, agrees, decision, as_mul, may_add)
 
     def dtypes(self, args: Sequence[Any]) -> list[str]:
         """Return the dtypes of the inputs that count for a rule, in order."""
@@ -235,59 +241,60 @@ class OpOnDevice:
             and t.is_floating_point()
         ]
 
-    def decided(self, ruling: Ruling, args: Sequence[Any]) -> Decision:
+    def decide(self, in_region: OpInRegion, args: Sequence[Any]) -> Decision:
         """Return the decision for a call."""
-        low, policy, row, mul = ruling.region.dtype, ruling.policy, ruling.row, ruling.mul
-        if mul is not None and not op_facts.adds_up(self.name, args):
-            return policy.apply(mul, self.dtypes(args), low)._replace(rule=Rule.LOWER)
+        low, policy, row = in_region.region.dtype, in_region.policy, in_region.row
+        if in_region.as_mul is not None and not op_facts.adds_up(self.name, args):
+            as_mul = policy.apply(in_region.as_mul, self.dtypes(args), low)
+            return as_mul._replace(rule=Rule.LOWER)
         assert row is not None, "an op without a row is not run by one"
-        adds = ruling.adds and op_facts.accumulates(self.name, args)
-        if ruling.adds and not adds and self.name in op_facts.ADD_IN_PLACE:
+        adds = in_region.may_add and op_facts.accumulates(self.name, args)
+        if in_region.may_add and not adds and self.name in op_facts.ADD_IN_PLACE:
             if row.rule is not Rule.FIRST:
                 return Decision(row.rule)
-        if ruling.decision is not None:
-            return ruling.decision
+        if in_region.decision is not None:
+            return in_region.decision
         decision = policy.apply(row, self.dtypes(args), low)
         if adds and decision.run in LOW and policy.halves != "raise":
             return Decision(decision.rule, "float32", decision.run)  # rounded once
         return decision
 
-    def entry(self, ruling: Ruling, args: Sequence[Any]) -> decision_log.Entry:
-        """Return the entry of a record for a call of the op."""
-        name, region, row = self.name, ruling.region, ruling.row
-        decision = Decision(Rule.PARTS) if row is None else self.decided(ruling, args)
+    def log_entry(self, in_region: OpInRegion, args: Sequence[Any]) -> decision_log.Entry:
+        """Return the log entry of a call."""
+        name, region, row = self.name, in_region.region, in_region.row
+        decision = Decision(Rule.PARTS) if row is None else self.decide(in_region, args)
         at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.dtype, region.scope
         asked = tuple(self.dtypes(args))
-        entry = decision_log.Entry(*at, row, asked, decision, ruling.policy.name)
+        entry = decision_log.Entry(*at, row, asked, decision, in_region.policy.name)
         if decision.rule is not Rule.FP8:
-            unsummed = ruling.mul is not None and not op_facts.adds_up(name, args)
+            unsummed = in_region.as_mul is not None and not op_facts.adds_up(name, args)
             return entry._replace(
                 fallback="it adds nothing up: a multiplication" if unsummed else ""
             )
-        recipe = RECIPES[ruling.policy.fp8]
+        recipe = RECIPES[in_region.policy.fp8]
         why = fp8_product.why_not(name, region, recipe, args)
         return entry._replace(recipe="" if why else recipe.name, fallback=why)
 
     def run(
-        self, ruling: Ruling, cast: CastFunction, call: Function, args: Any, kwargs: Any
+        self, in_region: OpInRegion, cast: CastFunction, call: Function, args: Any, kwargs: Any
     ) -> Any:
-        """Run a call by a ruling, with autocast excluded."""
-        name, device, decision = self.name, self.device, ruling.decision
-        if decision is None or ruling.adds or ruling.mul is not None:
-            decision = self.decided(ruling, args)
+        """Run a call by the op's row in a region, with autocast excluded."""
+        name, device, decision = self.name, self.device, in_region.decision
+        if decision is None or in_region.may_add or in_region.as_mul is not None:
+            decision = self.decide(in_region, args)
             if decision.rule is Rule.FORBID:
-                assert ruling.row is not None, "it decided"
-                forbid(ruling.policy, ruling.row, name, self.dtypes(args))
+                assert in_region.row is not None, "it decided"
+                forbid(in_region.policy, in_region.row, name, self.dtypes(args))
             batched = self._written and modes.is_transformed()  # which has no kernel for low inputs
             if self._in_float32 and decision.out in LOW and not batched:
-                if (own_kernel := torch_table.kernel(name, device)) is not None:
-                    return own_kernel(*args, **kwargs)
+                if (ours := torch_table.OUR_KERNELS.get((name, device))) is not None:
+                    return ours(*args, **kwargs)
                 decision = Decision(decision.rule, decision.out)
         if decision.run == "float32" and kwargs.get("dtype") is not None:
             decision = Decision(decision.rule)  # the caller's own dtype wins, as in torch
         if decision.rule is Rule.FP8:
-            recipe = RECIPES[ruling.policy.fp8]
-            if not fp8_product.why_not(name, ruling.region, recipe, args):
+            recipe = RECIPES[in_region.policy.fp8]
+            if not fp8_product.why_not(name, in_region.region, recipe, args):
                 return fp8_product.run(name, recipe, args, kwargs)
         if self._picks and decision.run is not None and decision.rule is not Rule.FP32:
             dtype = dtype_names.DTYPES[decision.out or decision.run]
@@ -302,7 +309,7 @@ class OpOnDevice:
             result = call(*args, **kwargs)
             return result if decision.out is None else _back(result, decision.out)
         dtype = dtype_names.DTYPES[decision.run]
-        if decision.run != ruling.region.dtype:
+        if decision.run != in_region.region.dtype:
             cast = torch.Tensor.to
         written_to = kwargs.get("out", args[0]) if self._into else None
         if written_to is not None and written_to.dtype is not args[0].dtype:
@@ -343,7 +350,7 @@ def _cast_argument(
 ) -> Any:
     """Cast the eligible tensors of an argument."""
     if isinstance(value, torch.Tensor):
-        if value.dtype is dtype or not _eligible(value, device):
+        if value.dtype is dtype or not eligible(value, device):
             return value
         return cast(value, dtype)
     if isinstance(value, (list, tuple)):
@@ -351,7 +358,8 @@ def _cast_argument(
     return value
 
 
-def _eligible(t: torch.Tensor, device: str) -> bool:
+def eligible(t: torch.Tensor, device: str) -> bool:
+    """Return whether autocast casts a tensor in regions of a device."""
     return t.is_floating_point() and t.dtype is not torch.float64 and t.device.type == device
 
 

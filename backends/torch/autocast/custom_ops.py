@@ -13,7 +13,7 @@ import torch
 
 from polymp.backends.torch.autocast import dtype_names, kernel_registry, regions, torch_table
 from polymp.backends.torch.autocast.api import autocast
-from polymp.backends.torch.autocast.autocast_kernel import forbid
+from polymp.backends.torch.autocast.autocast_kernel import eligible, forbid
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import decision_log
@@ -35,12 +35,12 @@ def spelled(given: Any, name: str, where: str) -> tuple[tuple[str, ...], Any]:
         )
     if not hasattr(given, "__qualname__"):  # such as a partial
         raise TypeError(f"{where}: torch={given!r} has no name. Register a function that calls it.")
-    named, ruled, owner = given, given, getattr(given, "__self__", None)
+    named, whole, owner = given, given, getattr(given, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         if given == owner.apply:  # each `apply` has the same name
-            named, ruled = owner, _backward_off(owner).apply
+            named, whole = owner, _backward_off(owner).apply
     spelling = f"{_PYTHON}{named.__module__}.{named.__qualname__}"
-    return (spelling,), functools.wraps(given)(functools.partial(_decided, name, given, ruled))
+    return (spelling,), functools.wraps(given)(functools.partial(_call, name, given, whole))
 
 
 def _backward_off(function: Any) -> Any:
@@ -91,10 +91,10 @@ def install(names: Sequence[str]) -> None:
         kernel_registry.put(device, ops)
 
 
-def _decided(
-    name: str, fn: Callable[..., Any], ruled: Callable[..., Any], /, *args: object, **kwargs: object
+def _call(
+    name: str, fn: Callable[..., Any], whole: Callable[..., Any], /, *args: object, **kwargs: object
 ) -> Any:
-    """Call `ruled` by the policy in force; `fn` where that has no row for the op."""
+    """Call `whole` by the row that the policy in force has for the op; `fn` where it has none."""
     tensors = list(_tensors((args, kwargs)))
     device = next((t.device.type for t in tensors), None)
     if device is None or not torch.is_autocast_enabled(device):
@@ -102,23 +102,23 @@ def _decided(
     floats = (t for t in tensors if t.device.type == device and t.is_floating_point())
     dtypes = ",".join([dtype_names.NAMES[t.dtype] for t in floats])
     low = dtype_names.NAMES[torch.get_autocast_dtype(device)]
-    found = _decision(name, device, low, dtypes, *regions.code_in_force())
-    if found is None:
+    decision = _decision(name, device, low, dtypes, *regions.code_in_force())
+    if decision is None:
         return fn(*args, **kwargs)
-    run, out, entry = found
+    run, out, entry = decision
 
-    def as_ruled(args: Any, kwargs: Any) -> Any:
+    def run_whole(args: Any, kwargs: Any) -> Any:
         if run:
             dtype = dtype_names.DTYPES[run]
             args = tuple([cast_inside(arg, device, dtype) for arg in args])
             kwargs = {key: cast_inside(arg, device, dtype) for key, arg in kwargs.items()}
         with autocast(device, enabled=False):
-            result = ruled(*args, **kwargs)
+            result = whole(*args, **kwargs)
         return cast_inside(result, device, dtype_names.DTYPES[out]) if out else result
 
     if entry is not None and (recorder := decision_log.current()) is not None:
-        return recorder.around(entry, as_ruled, args, kwargs)
-    return as_ruled(args, kwargs)
+        return recorder.around(entry, run_whole, args, kwargs)
+    return run_whole(args, kwargs)
 
 
 @dynamo.at_trace_time
@@ -195,7 +195,7 @@ def custom_fwd(
     def forward(*args: Any, **kwargs: object) -> Any:
         ctx, enabled = args[0], torch.is_autocast_enabled(device_type)
         ctx._dtype = torch.get_autocast_dtype(device_type)
-        ctx._policy = regions.policy_of(device_type)
+        ctx._policy = regions.policy_at(device_type, *regions.code_in_force())
         ctx._fwd_used_autocast = enabled and cast_inputs is None
         if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)
@@ -247,8 +247,7 @@ def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     """
     match value:
         case torch.Tensor():
-            eligible = value.is_floating_point() and value.dtype is not torch.float64
-            return value.to(dtype) if eligible and value.device.type == device_type else value
+            return value.to(dtype) if eligible(value, device_type) else value
         case str() | bytes():
             return value
         case _ if type(value).__module__ == "numpy":

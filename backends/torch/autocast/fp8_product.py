@@ -143,12 +143,6 @@ def _how(recipe: Recipe, product: str, role: str, summed: int) -> Quantisation:
     return Quantisation(recipe, role, recipe.scale_axis(product, role, summed))
 
 
-def _without_rows(gradient: torch.Tensor) -> dispatcher.ExcludeKeys:
-    """A backward pass that runs inside a region: its ops have no rows."""
-    key = dispatcher.autocast_key(gradient.device.type)
-    return dispatcher.ExcludeKeys(dispatcher.keyset(str(key)))
-
-
 class _Product(torch.autograd.Function):
     """A product in 8 bits; differentiable once."""
 
@@ -189,7 +183,8 @@ class _Product(torch.autograd.Function):
         gradient = gradient.reshape(-1, gradient.shape[-1])
         how = _how(recipe, INPUT_GRADIENT, GRADIENT, 1)
         low = of_x = of_weight_ = None
-        with _without_rows(gradient):
+        key = dispatcher.autocast_key(gradient.device.type)
+        with dispatcher.ExcludeKeys(dispatcher.keyset(str(key))):  # no rows, also in a region
             if wants[0]:
                 low = how(gradient)
                 low_weight = InBits(weight, weight_scale)

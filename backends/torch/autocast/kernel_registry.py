@@ -14,7 +14,6 @@ from functools import cache
 import torch
 
 from polymp.backends.torch.autocast import autocast_kernel, region_casts, regions, torch_table
-from polymp.backends.torch.autocast.torch_table import check
 from polymp.backends.torch.compat import accelerators, dispatcher, modes
 from polymp.errors import PolicyError
 from polymp.rules.policy import Policy, Region
@@ -58,7 +57,7 @@ def installed(device: str) -> tuple[str, ...]:
 
 def install(policy: Policy, device: str, dtype: str = "") -> None:
     """Put kernels on the ops in which a policy differs from torch's kernels on a device."""
-    check(policy, device, dtype)
+    torch_table.check(policy, device, dtype)
     regions.keep_policies()
     put(device, sorted(differing(policy, device)))
     for low in LOW:

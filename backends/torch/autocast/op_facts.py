@@ -25,9 +25,6 @@ ACCUMULATES = frozenset(
     """.split()
 )
 
-# Classes whose ops do the same: one kernel that computes each element in float32.
-ELEMENT_BY_ELEMENT = frozenset({"activation", "special"})
-
 # Ops that cannot have a kernel of ours: nn.Parameter turns the result of `detach` into itself,
 # and the result of a Python kernel is a Python object already.
 UNTOUCHED = frozenset({"detach"})
@@ -115,7 +112,7 @@ WRITERS = (
 def in_float32(overload: str) -> bool:
     """Return whether the op's own kernel computes in float32 on low inputs, and rounds once."""
     kind = vocabulary().op(vocabulary().of_aten(overload)).kind
-    return overload in ACCUMULATES or kind in ELEMENT_BY_ELEMENT
+    return overload in ACCUMULATES or kind in ("activation", "special")  # element by element
 
 
 # These of linear algebra are put together from ops that have low kernels.

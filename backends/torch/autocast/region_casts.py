@@ -48,7 +48,7 @@ class Thread:
         ] = {}
 
 
-class Threads(threading.local):
+class _Local(threading.local):
     """The state of this thread, all behind one attribute: each look into it takes 50 ns."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class _Map:
 
 
 _map = _Map()
-stack: Threads = Threads()
+local: _Local = _Local()
 owner, dtypes = _map.owner, _map.dtypes  # read at every entry of a region
 
 
@@ -114,7 +114,7 @@ def _take_over(mine: "weakref.ref[Thread]") -> bool:
 @dynamo.no_frame
 def mine() -> bool:
     """Return whether torch's map belongs to this thread."""
-    return _map.owner.get("thread") is stack.thread.reference
+    return _map.owner.get("thread") is local.thread.reference
 
 
 @dynamo.no_frame
@@ -200,21 +200,21 @@ def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     )
     if not may_keep:
         return t.to(dtype)
-    mine = stack.thread
+    mine = local.thread
     if mine.epoch != _map.epoch:
         mine.casts.clear()
         mine.epoch = _map.epoch
     stamp, key = (t._version, t.data_ptr()), (id(t), dtype)
-    found = mine.casts.get(key)
-    if found is not None and found[0]() is t and found[1] == stamp:
-        return found[2]
+    kept = mine.casts.get(key)
+    if kept is not None and kept[0]() is t and kept[1] == stamp:
+        return kept[2]
     with torch.enable_grad():  # else a cast made under no_grad would cut later gradients off
-        made = t.to(dtype)
-    mine.casts[key] = (weakref.ref(t), stamp, made)
-    return made
+        low = t.to(dtype)
+    mine.casts[key] = (weakref.ref(t), stamp, low)
+    return low
 
 
 def forget_mine() -> None:
     """Drop this thread's casts, where a region ends in a graph."""
-    stack.thread.casts.clear()
+    local.thread.casts.clear()
     clear_autocast_cache()

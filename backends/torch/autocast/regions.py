@@ -32,7 +32,7 @@ from polymp.backends.torch.autocast import region_casts
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.autocast.region_casts import Code as Code
 from polymp.backends.torch.autocast.region_casts import Frame, dtypes, end, keep, owner
-from polymp.backends.torch.autocast.region_casts import stack as stack
+from polymp.backends.torch.autocast.region_casts import local as local
 from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.backends.torch.compat.modes import are_functions_watched
 from polymp.errors import PolicyError
@@ -65,7 +65,7 @@ class PreparedRegion:
         if are_functions_watched():
             tell_export(self._ticket)
         region, device, enabled, dtype, cache = prepared[self._ticket]
-        thread = stack.thread
+        thread = local.thread
         code = NONE
         inside: Code = ()
         if _policies:
@@ -101,7 +101,7 @@ class PreparedRegion:
             traced.__exit__()
             return False
         region, device, _, _, _ = prepared[self._ticket]
-        thread = stack.thread
+        thread = local.thread
         frames = thread.frames
         # The youngest open region of this thread that is equal to this one.
         last = frames and frames[-1][0] is region
@@ -128,7 +128,7 @@ def _pull(region: Region) -> Frame:
     # Tasks of an event loop interleave, and so do generators. Flag and dtype belong to a device and
     # go to its next younger frame. Cache flag and policies belong to the thread: the frames that
     # are left change them, from those before the first.
-    frames, device = stack.thread.frames, region.device
+    frames, device = local.thread.frames, region.device
     mine = [at for at, frame in enumerate(frames) if frame[0] is region]
     if not mine:
         raise RuntimeError(f"cannot leave {region}: it is not open in this thread")
@@ -218,7 +218,7 @@ def low_dtype(device: str) -> str:
 
     It is read from the stack: below autocast, torch reports every region as disabled.
     """
-    opened = (frame[0] for frame in reversed(stack.thread.frames))
+    opened = (frame[0] for frame in reversed(local.thread.frames))
     inner = next((region for region in opened if region.device == device), None)
     return inner.dtype if inner is not None and inner.enabled else ""
 
@@ -227,13 +227,13 @@ def low_dtype(device: str) -> str:
 def note(device: str, dtype: torch.dtype) -> None:
     """Note for `expect_scaler` that an enabled region was entered."""
     if dtype is torch.float16 and is_grad_enabled():
-        stack.thread.unscaled.add(device)
+        local.thread.unscaled.add(device)
 
 
 @dynamo.no_frame
 def wants_cache() -> bool:
     """Return the cache flag of the region around, even if another thread has torch's map."""
-    frames = stack.thread.frames
+    frames = local.thread.frames
     return bool(frames[-1][0].cache if frames else is_autocast_cache_enabled())
 
 
@@ -243,16 +243,8 @@ def _region(device: str, enabled: bool, dtype: torch.dtype, cache: bool, code: C
     return Region("torch", device, enabled, NAMES[dtype], cache, policy)
 
 
-# How many sets of policies have a code.
-ALL: int = len(NAMES) ** 2 - 1
-
 # In a set of policies by device: that of the module which is running, for devices without one.
 SCOPE = ""
-
-
-def policy_of(device: str) -> Policy | None:
-    """Return the policy in force for the device in this thread; None for torch's own table."""
-    return policy_at(device, *code_in_force())
 
 
 @dynamo.at_trace_time
@@ -307,8 +299,8 @@ def _code(policies: frozenset[tuple[str, Policy]]) -> Code:
             names = " and ".join(sorted({repr(policy.name) for _, policy in policies}))
             raise PolicyError(
                 f"no code is left for policy {names}: this process has used as many sets of "
-                f"policies as torch's autocast state can tell apart, {ALL:,}. Use fewer policies, "
-                "of which equal ones count once, or start another process."
+                f"policies as torch's autocast state can tell apart, {len(NAMES) ** 2 - 1:,}. Use "
+                "fewer policies, of which equal ones count once, or start another process."
             )
         known = sorted(
             (device, p.name, p.halves, p.fp8, [astuple(row)[:-1] for row in p.rows])  # no source
@@ -337,9 +329,9 @@ class CompiledRegion:
         self.ticket = ticket
 
     def __enter__(self) -> None:
-        settings = _settings(self.ticket)
-        self.outside = _state(settings[0])
-        _put(self.ticket, *settings, *_code_traced(self.ticket, *code_in_force()))
+        inside = _inside(self.ticket, *code_in_force())
+        self.outside = _state(inside[0])
+        _put(self.ticket, *inside)
 
     def __exit__(self, *exc: object) -> None:
         _put(None, *self.outside)
@@ -408,15 +400,10 @@ def _allow() -> None:
 
 
 @dynamo.at_trace_time
-def _settings(ticket: str) -> tuple[str, bool, torch.dtype, bool]:
-    """Return device, enabled, low dtype and cache flag of the ticket's region."""
-    return prepared[ticket][1:]
-
-
-@dynamo.at_trace_time
-def _code_traced(ticket: str, *outer: torch.dtype) -> Code:
-    """`code_inside`, for code that torch.compile traces: plain arguments only."""
-    return code_inside(prepared[ticket][0], outer)
+def _inside(ticket: str, *outer: torch.dtype) -> tuple[Any, ...]:
+    """Return the state inside the ticket's region, entered where a code is in force: see `_set`."""
+    region, *settings = prepared[ticket]
+    return *settings, *code_inside(region, outer)
 
 
 # Activation checkpointing: recomputation runs under the policies of the forward pass.

@@ -6,7 +6,7 @@ An op runs on torch's kernel wherever a policy agrees with that table.
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from typing import Any
@@ -128,7 +128,7 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
     if ours is None and theirs is not None and theirs.rule is Rule.FP32_KEEP:
         if op in op_facts.READS or vocabulary().op(vocabulary().of_aten(op)).picks:
             return device != "cpu"  # see `autocast_kernel`
-        return op_facts.in_float32(op) and kernel(op, device) is None
+        return op_facts.in_float32(op) and (op, device) not in OUR_KERNELS
     if ours is None or theirs is None:
         return ours is theirs
     if "::" in op or ours.rule is not theirs.rule:
@@ -151,11 +151,6 @@ def agrees(device: str, other: Policy, op: str, dtype: str) -> bool:
 Optional = torch.Tensor | None
 
 
-def kernel(name: str, device: str) -> Callable[..., torch.Tensor] | None:
-    """Return the kernel of an op's overload on a device, for low inputs, if it has one here."""
-    return _layer_norm if (name, device) == ("layer_norm", "cpu") else None
-
-
 def _layer_norm(
     x: torch.Tensor,
     normalized_shape: Sequence[int],
@@ -170,6 +165,10 @@ def _layer_norm(
     result: torch.Tensor
     result = _LayerNorm.apply(x, normalized_shape, weight, bias, eps)  # type: ignore[no-untyped-call]
     return result
+
+
+# By op and device, what runs in place of torch's kernel for low inputs.
+OUR_KERNELS = {("layer_norm", "cpu"): _layer_norm}
 
 
 def _wide(t: Optional) -> Optional:

@@ -189,7 +189,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
 
     def around(
         self, entry: decision_log.Entry, run: Callable[..., Any], *args: object
-    ) -> Any:  # `args` are a kernel's: ruling, keys, args, kwargs
+    ) -> Any:  # `args` end with those of the call, and its keyword arguments
         """Run an op whose kernel was called; ops that run meanwhile are part of it."""
         if isinstance(self.outer, OpStream):
             run = partial(self.outer.around, entry, run)

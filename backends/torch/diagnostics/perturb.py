@@ -138,7 +138,8 @@ class Program:
             before.put_back()
             with torch.no_grad():
                 for t, version, values in kept:
-                    if t._version != version:
+                    # Kernels of batch norm write running means without a word.
+                    if t._version != version or not torch.equal(t, values):
                         t.copy_(values)
         return Run(
             {path: _array(t) for path, t in results.items()},
@@ -346,7 +347,7 @@ class Probes:
         runs = self._run(ran, narrow) if narrow or self._moved(ran.args, ran.kwargs) else []
         chosen = [_is_chosen(t) or ran.func.overloadpacket.__name__ in _STEPS for t in results]
         turned = runs
-        if any(chosen) and runs and not into and self._random is None:
+        if any(chosen) and runs and not into:
             turned = self._run(ran, narrow, rounding.FARTHER)
         # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
         moves = not (is_exact(ran.func) or ran.op_call.place.updating)
@@ -408,6 +409,8 @@ class Probes:
                 move(own.unbind(), tree.detach(), by, 0)  # in every op that reads it alike
             if own is not None and times > 1 and tree.is_floating_point():
                 farther = tree + times * (own.to(wide(tree)) - tree)
+                if self._random is not None:  # a probability stays one
+                    farther.clamp_(tree.min(), tree.max())
                 own = torch.where(own.isfinite(), farther.to(own.dtype), own)
             return [tree] * self.count if own is None else own.unbind()
         if isinstance(tree, (list, tuple)) and tree:

@@ -271,8 +271,8 @@ class _Step(Subscriber):
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
             unread: Collection[int] = ()
-            if writes and ran.func is torch.ops.aten.copy_.default:  # it does not read what it
-                unread = {id(ran.args[0])}  # writes
+            if writes and (ran.func is torch.ops.aten.copy_.default or _draws(ran.func)):
+                unread = {*map(id, ran.into)}  # they do not read what they write
             elif writes:
                 unread = {*map(id, ran.into)} & {*map(id, ran.kwargs.values())}
             self._reads = {}
@@ -598,6 +598,12 @@ class _Step(Subscriber):
         counts = zeros, bad, float(own) if rms else 0.0
         named = *array.of, *ran, dtype, tuple(array.shape)
         return RecordedArray(*named, *counts, reads, numbers, by, times)
+
+
+@cache
+def _draws(func: torch._ops.OpOverload) -> bool:
+    """Return whether an op fills what it writes with random numbers."""
+    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 @cache

@@ -208,8 +208,8 @@ def leave(outer: Code) -> None:
         _put(False, *outer)
         return
     regions.write_code(outer)
-    if outer == NONE and not regions.stack.thread.frames:
-        region_casts.end(regions.stack.thread)  # the end of a region of torch's own is not seen
+    if outer == NONE and not regions.local.thread.frames:
+        region_casts.end(regions.local.thread)  # the end of a region of torch's own is not seen
 
 
 def _put(entering: bool, *code: torch.dtype) -> None:

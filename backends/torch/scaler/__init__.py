@@ -1,4 +1,4 @@
 """Loss scaling for torch optimizers.
 
-Imports `compat` and the core.
+Imports `autocast`.
 """

@@ -537,7 +537,7 @@ class GradScaler(DeviceState):
         if ranks.groups:
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
-            regions.stack.thread.unscaled.clear()
+            regions.local.thread.unscaled.clear()
         entry["found_inf_per_device"] = found
         entry["loss"] = loss
         entry["optimizer"] = weakref.ref(optimizer)

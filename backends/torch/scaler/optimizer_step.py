@@ -321,13 +321,13 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
     """
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
-    regions.stack.thread.unscaled.clear()
+    regions.local.thread.unscaled.clear()
     settled: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
             return
-        entered = regions.stack.thread.unscaled
+        entered = regions.local.thread.unscaled
         if not entered:
             return
         on = sorted(entered & {g.device.type for g in unscale.gradients(optimizer)})

@@ -237,9 +237,9 @@ def _kernel(op: modes.Op, device: str) -> Function | None:
     name, key = op.name().removeprefix("aten::"), str(dispatcher.autocast_key(device))
     if not dispatcher.has_kernel(op.name(), key):
         return None
-    ruling = op_on(name, device).ruling(regions.in_force(device))
-    compiled = ruling.agrees and name in torch_table.kernels(device)
-    if not compiled and (ruling.row is None or ruling.agrees):
+    in_region = op_on(name, device).in_region(regions.in_force(device))
+    compiled = in_region.agrees and name in torch_table.kernels(device)
+    if not compiled and (in_region.row is None or in_region.agrees):
         return None
     return dispatcher.called_at(op, key)
 

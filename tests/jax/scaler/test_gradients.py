@@ -139,6 +139,8 @@ def test_what_is_not_a_float_passes():
 def test_disabled_passes_everything_through():
     scaler = GradScaler(enabled=False)
     tree = {"w": jnp.asarray([jnp.inf], jnp.float16)}
+    assert scaler.scale(tree) is tree
+    assert scaler.update(False) is scaler
     true, finite = scaler.unscale(tree)
     assert true is tree
     assert (finite.dtype, bool(finite)) == (jnp.bool_, True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from unittest import mock
 
 from polymp.backends.torch.autocast import kernel_registry, torch_table
-from polymp.backends.torch.autocast.autocast_kernel import OpOnDevice, Ruling
+from polymp.backends.torch.autocast.autocast_kernel import OpInRegion, OpOnDevice
 from polymp.rules.policy import Region
 from polymp.rules.row import Rule
 
@@ -32,12 +32,12 @@ def all_python(device: str) -> Iterator[None]:
     """
     kernel_registry.put(device, sorted(torch_table.kernels(device)))
     unused = torch_table.kernels(device) - torch_table.BUILDS.keys()
-    ruling_of = OpOnDevice.ruling
+    looked_up = OpOnDevice.in_region
 
-    def without_torch(op: OpOnDevice, region: Region) -> Ruling:
-        ruling = ruling_of(op, region)
-        raises = ruling.row is not None and ruling.row.rule is Rule.FORBID  # torch's own error
-        return ruling if raises or op.name not in unused else replace(ruling, agrees=False)
+    def without_torch(op: OpOnDevice, region: Region) -> OpInRegion:
+        found = looked_up(op, region)
+        raises = found.row is not None and found.row.rule is Rule.FORBID  # torch's own error
+        return found if raises or op.name not in unused else replace(found, agrees=False)
 
-    with mock.patch.object(OpOnDevice, "ruling", without_torch):
+    with mock.patch.object(OpOnDevice, "in_region", without_torch):
         yield

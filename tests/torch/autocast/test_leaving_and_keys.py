@@ -37,9 +37,9 @@ def test_leaving_out_of_order_across_devices_restores_cache_flag_and_policies() 
     a.__enter__()
     b.__enter__()
     a.__exit__()
-    left = regions.policy_of("xpu")
+    left = regions.in_force("xpu").policy
     assert left.name == "b"
-    assert regions.policy_of("cpu") is None
+    assert regions.in_force("cpu").policy is None
     assert torch.is_autocast_cache_enabled()
     b.__exit__()
     assert thread_wide() == before
@@ -73,7 +73,7 @@ def test_whatever_the_order_of_leaving_the_first_state_comes_back(plan: list[Any
 
 def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     region = autocast("cpu", policy={"name": "never", "rules": {"exp2": "fp32"}})
-    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.stack.thread.frames)
+    before = thread_wide(), torch.is_autocast_enabled("cpu"), len(regions.local.thread.frames)
 
     def full(*_: object) -> None:
         raise PolicyError("no code left")
@@ -84,7 +84,7 @@ def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.Mon
     assert (
         thread_wide(),
         torch.is_autocast_enabled("cpu"),
-        len(regions.stack.thread.frames),
+        len(regions.local.thread.frames),
     ) == before
 
 
@@ -115,7 +115,7 @@ def test_our_own_casts_do_not_outlive_a_drop() -> None:
             w.mul_(2)  # drops
         v = torch.eye(4).requires_grad_()
         torch.mv(v, X[0])  # the next cast clears what was dropped
-        kept = [entry[0]() for entry in region_casts.stack.thread.casts.values()]
+        kept = [entry[0]() for entry in region_casts.local.thread.casts.values()]
         assert len(kept) == 1
         assert kept[0] is v
         assert alive() is w

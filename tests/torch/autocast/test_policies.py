@@ -334,13 +334,12 @@ def test_a_policy_takes_less_than_a_hundredth_of_a_megabyte() -> None:
 # The last codes: what runs under them, and what is said when there is none.
 MANY = f"""{POLICIES}
 import polymp
-from polymp.backends.torch.autocast.regions import ALL, NONE, code_in_force, codes
+from polymp.backends.torch.autocast.regions import NONE, code_in_force, codes
 
 first = autocast("cpu", torch.bfloat16, policy=policy(5))
 with first:
     assert dtypes() == wanted(5)
-used = len(codes.policies)
-assert used + sum(1 for _ in range(ALL - used - 2) if next(codes.free)) == ALL - 2
+codes.free = iter(list(codes.free)[-2:])  # as if all others were given out
 
 outer, inner = (autocast("cpu", torch.bfloat16, policy=policy(n)) for n in (6, 9))
 for _ in range(2):

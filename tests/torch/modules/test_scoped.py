@@ -234,12 +234,12 @@ def test_an_error_leaves_the_scopes(x: torch.Tensor, kind: str, error: Any, hook
 
 def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tensor) -> None:
     norm, kept = nn.LayerNorm(8), []
-    norm.register_forward_hook(lambda *_: kept.append(len(region_casts.stack.thread.casts)))
+    norm.register_forward_hook(lambda *_: kept.append(len(region_casts.local.thread.casts)))
     scoped(norm, {"rules": {"layer_norm": "lower"}})
     with torch.autocast("cpu", BF16):
         norm(x)
     assert kept == [2], "weight and bias"
-    assert region_casts.stack.thread.casts == {}
+    assert region_casts.local.thread.casts == {}
 
 
 @pytest.mark.parametrize("kind", REGIONS)

@@ -24,9 +24,9 @@ LOW = torch.float16
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
     """No note of a region is left by other tests, or for them."""
-    regions.stack.thread.unscaled.clear()
+    regions.local.thread.unscaled.clear()
     yield
-    regions.stack.thread.unscaled.clear()
+    regions.local.thread.unscaled.clear()
 
 
 class Run:
@@ -176,7 +176,7 @@ def without_gradients(run: Run) -> None:
 
 def gradients_on_another_device(run: Run) -> None:
     run.backward(None)
-    regions.stack.thread.unscaled.add("cuda")
+    regions.local.thread.unscaled.add("cuda")
     run.optimizer.step()
 
 

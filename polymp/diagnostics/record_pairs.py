@@ -221,7 +221,7 @@ def _estimated(arrays: Sequence[RecordedArray], probes: int) -> Any:
             if a.kind == UPDATE and not probes:  # rounded as the new weight is
                 least = max(least, unit * weights.get(a.name, 0.0))
         wide = any(x.dtype in FORMATS and unit_roundoff(x.dtype) < unit for x in read_in)
-        own = max(a.own, unit if wide else 0.0)  # a cast has no row
+        own = 1.0 if unknown(a) else max(a.own, unit if wide else 0.0)  # a cast has no row
         if probes and (any(a.spread) or not a.spread):  # else all of it rounds alike, in no probe
             own = 0.0
         read = [(relative[r], arrays[r]) for r in a.reads if relative[r]]
@@ -237,14 +237,12 @@ def _estimated(arrays: Sequence[RecordedArray], probes: int) -> Any:
 
 
 def _carried(a: RecordedArray, read: Sequence[tuple[float, RecordedArray]]) -> float:
-    """What errors of the arrays that a call reads, which are not 0, become in its result."""
+    """The error of a result by those of the arrays that the call reads, which are not 0."""
     kind, largest = vocabulary().op(a.name).kind, max(r for r, _ in read)
     if a.kind == UPDATE:
         return math.sqrt(largest)  # an optimizer may hand on the sign alone
     if a.kind != RESULT or a.name == "to":
         return largest * a.terms
-    if unknown(a):
-        return 1.0
     if a.name in _ADDS:
         sizes = [x.values[RMS] for _, x in read]
         parts = (r * size for (r, _), size in zip(read, sizes, strict=True))

@@ -25,7 +25,7 @@ from polymp.diagnostics import record_pairs, run_record
 from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
 from polymp.diagnostics.page import Curve, Shown
-from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side
+from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side, unknown
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -466,6 +466,11 @@ def _notes(
         if patterns := ", ".join(map(str, record.header.get("modules", ()))):
             yield f"not compared: calls of {name} outside of {patterns}, which it recorded alone"
         if not record.header.get("probes"):
+            if unjudged := ", ".join(dict.fromkeys(a.name for a in step.arrays if unknown(a))):
+                yield (
+                    f"not judged: {unjudged} of {name}, and what is made of it: only probes tell "
+                    "how far rounding moves it"
+                )
             yield (
                 f"{name} was recorded without probes: what rounding explains is estimated from "
                 "each call's own rounding, which can be off by a factor of ten either way"

@@ -34,6 +34,8 @@ from polymp.diagnostics.run_record import (
     ELEMENTS,
     GRADIENT,
     INPUT,
+    MEAN,
+    MOST,
     ORDERLESS,
     PROJECTIONS,
     RESULT,
@@ -123,11 +125,7 @@ class Side:
         self.modules = [names.get(a.module, a.module) for a in step.arrays]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
-        if probes:
-            moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
-            self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
-        else:
-            self.spread = _estimated(step.arrays)
+        self.spread = _estimated(step.arrays, probes)
         # Of one element: in the mean over signs, the square of a projection is the mean square. A
         # number's own rounding to a low dtype may move it in no probe.
         itself = np.array([a.own * a.values[RMS] for a in step.arrays]) / math.sqrt(3)
@@ -185,27 +183,106 @@ def _group(a: RecordedArray) -> tuple[str, int]:
     return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
 
 
-_ADDS = frozenset(("add", "sub", "rsub"))
+# How far rounding moves arrays, from their magnitudes alone: errors are relative to the root mean
+# square, independent, and go from call to call by the class of the op.
+
+_ADDS = frozenset("add sub rsub".split())  # an error stays as large as it is
+_CENTRED = frozenset("var std var_mean std_mean".split())  # they subtract a mean, as norms do
+# An error is as large as it was or, of a small result, the same share of it.
+_ABSOLUTE = frozenset("log log2 log10 log1p logsumexp log_softmax sin cos tan".split())
+# An error of a large number is a large share of the result, as that of exp(100).
+_STEEP = frozenset(("softmax", "activation", "attention", "power", "inverse", "special"))
+_RATIOS = frozenset("rsqrt reciprocal".split())  # of these, the same share of any
+# A number that has another sign, or is no longer the largest, has another derivative.
+_JUMPS = frozenset("abs relu relu6 leaky_relu hardtanh threshold l1_loss".split())
+# Sums of which a record has no terms, besides those of the class "accumulation".
+_SCATTERED = frozenset("nansum embedding_bag _embedding_bag _embedding_bag_forward_only".split())
+_UNKNOWN = frozenset(("linear_algebra", "iteration", "custom"))  # that of an inverse may be any
+
+_MASK = 88.0  # larger numbers are a mask's: exp(-88) is zero
+_RARE = 1e-3  # numbers that jump; fewer are passed over
 
 
-def _estimated(arrays: Sequence[RecordedArray]) -> Any:
-    """The spread without probes: of relative errors that add up from call to call."""
-    relative = [0.0] * len(arrays)
+def _estimated(arrays: Sequence[RecordedArray], probes: int) -> Any:
+    """The spread of each array: as probes measured it, and what they do not show, or all of it."""
+    relative: list[float] = []
     spread = np.zeros((len(arrays), VALUES))
+    weights = {a.name: a.values[RMS] for a in arrays if a.kind == INPUT}
     for i, a in enumerate(arrays):
-        size = a.values[RMS] or 1.0
-        squares = a.own**2
-        for source in a.reads:
-            share = a.terms
-            if a.name in _ADDS:
-                share = arrays[source].values[RMS] / size
-                # What is mere rounding is as large as it is; else a slice of an array is read, or
-                # another result of a backward.
-                share = share if relative[source] > _NOISE else max(share, 1.0)
-            squares += (relative[source] * share) ** 2
-        relative[i] = min(math.sqrt(squares), 1.0)
-        spread[i] = math.sqrt(squares) * size
+        size, least, unit = a.values[RMS] or 1.0, 0.0, 0.0
+        read_in = [arrays[r] for r in a.reads]
+        if a.name in _SCATTERED or vocabulary().op(a.name).kind == "accumulation":
+            # Of sums in places, the terms are not in the record: of each place, about as many.
+            norms = (x.values[RMS] * max(x.size / max(a.size, 1), 1.0) ** 0.5 for x in read_in)
+            terms = min(max((*norms, size)) / size, MOST)
+            a = a._replace(terms=terms, own=a.own * terms)
+        if a.kind != INPUT and a.dtype in FORMATS:
+            least, unit = FORMATS[a.dtype].smallest_subnormal / 2, unit_roundoff(a.dtype)
+            if a.kind == UPDATE and not probes:  # rounded as the new weight is
+                least = max(least, unit * weights.get(a.name, 0.0))
+        wide = any(x.dtype in FORMATS and unit_roundoff(x.dtype) < unit for x in read_in)
+        own = 1.0 if unknown(a) else max(a.own, unit if wide else 0.0)  # a cast has no row
+        if probes and (any(a.spread) or not a.spread):  # else all of it rounds alike, in no probe
+            own = 0.0
+        read = [(relative[r], arrays[r]) for r in a.reads if relative[r]]
+        error = math.hypot(max(own, least / size), _carried(a, read) if read else 0.0)
+        relative.append(min(error, 1.0) if a.values[RMS] else error)
+        spread[i] = size * min(error, MOST)
+        large = np.maximum(np.abs(a.values) / size, 1.0)
+        for part in (slice(AMAX, AMAX + 1), ELEMENTS):  # that of a large element is a share of it
+            spread[i, part] *= large[part]
+        if probes:
+            spread[i] = np.hypot(spread[i], a.spread or 0.0)
     return spread
+
+
+def _carried(a: RecordedArray, read: Sequence[tuple[float, RecordedArray]]) -> float:
+    """The error of a result by those of the arrays that the call reads, which are not 0."""
+    kind, largest = vocabulary().op(a.name).kind, max(r for r, _ in read)
+    if a.kind == UPDATE:
+        return math.sqrt(largest)  # an optimizer may hand on the sign alone
+    if a.kind != RESULT or a.name == "to":
+        return largest * a.terms
+    if a.name in _ADDS:
+        sizes = [x.values[RMS] for _, x in read]
+        parts = (r * size for (r, _), size in zip(read, sizes, strict=True))
+        # Of arrays that are smaller than the sum together, larger parts are read.
+        return math.hypot(*parts) / min(a.values[RMS] or 1.0, sum(sizes) or 1.0)
+    forward = [(r, x) for r, x in read if x.direction != BACKWARD]
+    if kind in vocabulary().moving:
+        error = largest
+    else:  # of gradients, of which a result is the sum, the largest counts
+        back = max((r * a.terms for r, x in read if x.direction == BACKWARD), default=0.0)
+        error = math.hypot(back, *(r * _gain(a, kind, x) for r, x in forward))
+    chooses = kind in ("comparison", "pooling") or a.name in _JUMPS
+    if forward and (a.name == "sign" or (chooses and a.direction == BACKWARD)):
+        jumps = a.size * max(r for r, _ in forward)
+        error += 2 * math.sqrt(max(jumps, 0.01) / a.size) if jumps > _RARE else 0.0
+    return error
+
+
+def unknown(a: RecordedArray) -> bool:
+    """True if the magnitudes do not tell how far rounding moves the result of a call."""
+    custom = "::" in a.name  # of another library than torch
+    return a.kind == RESULT and (custom or vocabulary().op(a.name).kind in _UNKNOWN)
+
+
+def _gain(a: RecordedArray, kind: str, read: RecordedArray) -> float:
+    """How many times larger the error of an array is in the result of a call that reads it."""
+    x, back = read.values[RMS] or 1.0, a.direction == BACKWARD
+    change = x / (a.values[RMS] or 1.0)
+    if a.name in _CENTRED or kind == "normalisation":
+        variance = x**2 - read.values[MEAN] ** 2
+        return a.terms * (x / math.sqrt(variance) if variance > 0 else MOST)
+    if not back and (a.name in _ABSOLUTE or kind == "loss"):
+        return max(a.terms, change)
+    if kind not in _STEEP or a.name in _RATIOS:
+        return a.terms
+    near = (abs(v) for v in read.values[ELEMENTS] if abs(v) < _MASK)
+    steep = max(1.0, min(x, max(near, default=_MASK)))
+    if kind == "activation" and not back:  # whose slope is at most about 1
+        steep = min(steep, max(1.0, 1.2 * change))
+    return a.terms * steep
 
 
 class Pairs:

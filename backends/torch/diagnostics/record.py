@@ -334,6 +334,11 @@ class _Step(Subscriber):
         computes = computes and not (lists or ran.facts.copies_as)
         if results and computes and self._records(op_call):
             if not self._probes.count:
+                # What is made of a sum that has no row, as of the second result of a backward,
+                # has its terms.
+                unseen = [x for x in map(modes.storage_key, ran.reads) if x in self._terms]
+                for t in results if unseen else ():
+                    self._terms[modes.storage_key(t)] = self._terms[unseen[0]]
                 for t, terms, off in terms_of(ran, result):
                     size = torch.linalg.vector_norm(t, dtype=wide(t))
                     self._terms[modes.storage_key(t)] = terms / size, off
@@ -371,9 +376,11 @@ class _Step(Subscriber):
             array.dtype, array.shape, array.own = t.dtype, t.shape, norm
             array.narrow = rounds_operands(ran, result) or array.narrow
             if not self._probes.count and t.itemsize > 1:
-                array.shares = movement_shares(ran, result, t)
+                own = movement_shares(ran, result, t)  # beside that of the ops before it
+                array.shares = math.hypot(array.shares[0], own[0]), own[1]
+                terms = self._terms.pop(modes.storage_key(t), None)
                 if all(t is not written for written in ran.into):
-                    array.terms = self._terms.get(modes.storage_key(t))
+                    array.terms = terms
             self._last = array, t.detach()
         self._arrays[id(op_call)] = array
         array.reads |= self._reads

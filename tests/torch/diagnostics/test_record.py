@@ -460,7 +460,9 @@ def test_own_rounding_is_about_the_same_without_probes() -> None:
         for a, b in zip(*pairs, strict=True):
             # Of an RMSNorm's mean, 16 numbers, 8 probes say little.
             if a.module != "norm" and a.kind != GRADIENT:
-                assert b.own == pytest.approx(a.own, rel=0.7), a
+                # What is made of a second result of a backward has the rounding of that, too.
+                own = min(a.own, b.own) if a.direction == "backward" else b.own
+                assert own == pytest.approx(a.own, rel=0.7), a
             assert not b.spread
 
 
@@ -484,6 +486,10 @@ def cancelling(
             z = x + (c @ torch.ones(32, 1, dtype=dtype) + c.sum(-1, keepdim=True)) / 32
             query, key = net["query"](z), net["key"](z)
             still = (query / 8).softmax(-1).sum() + F.layer_norm(key, (32,)).sum()
+            places, zeros = torch.zeros(32, dtype=torch.int64), torch.zeros_like(c[..., :1])
+            still = still + c.nansum() + (1000 + x).var(-1).sum() + (key - key.mean(-1, True)).sum()
+            still = still + zeros.index_add(-1, places, c).sum()
+            still = still + F.embedding_bag(torch.arange(32)[None], c[0].mT).sum()
             z = (query @ key.mT / 32**0.5).softmax(-1) @ net["value"](z)
             z = net["norm"](net["conv"](z))
         ((z.to(dtype) - y[..., 2:]).square().mean() + still).backward()
@@ -494,7 +500,11 @@ def cancelling(
 
 @pytest.mark.sized
 @pytest.mark.parametrize("low", [False, True])
-@pytest.mark.parametrize("other", [{"turned": True}, {"dtype": torch.float64}, {"low": True}])
+@pytest.mark.parametrize(
+    "other",
+    [{"turned": True}, {"dtype": torch.float64}, {"low": True}, {"dtype": torch.bfloat16}],
+    ids=str,
+)
 def test_sums_whose_terms_cancel_raise_no_alarm_without_probes(
     other: dict[str, Any], low: bool
 ) -> None:

@@ -125,7 +125,11 @@ class Side:
         self.modules = [names.get(a.module, a.module) for a in step.arrays]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.probes = probes
-        self.spread = _estimated(step.arrays, probes)
+        if probes:
+            moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
+            self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
+        else:
+            self.spread = _estimated(step.arrays)
         # Of one element: in the mean over signs, the square of a projection is the mean square. A
         # number's own rounding to a low dtype may move it in no probe.
         itself = np.array([a.own * a.values[RMS] for a in step.arrays]) / math.sqrt(3)
@@ -203,8 +207,8 @@ _MASK = 88.0  # larger numbers are a mask's: exp(-88) is zero
 _RARE = 1e-3  # numbers that jump; fewer are passed over
 
 
-def _estimated(arrays: Sequence[RecordedArray], probes: int) -> Any:
-    """The spread of each array: as probes measured it, and what they do not show, or all of it."""
+def _estimated(arrays: Sequence[RecordedArray]) -> Any:
+    """The spread of each array, without probes."""
     relative: list[float] = []
     spread = np.zeros((len(arrays), VALUES))
     weights = {a.name: a.values[RMS] for a in arrays if a.kind == INPUT}
@@ -218,12 +222,10 @@ def _estimated(arrays: Sequence[RecordedArray], probes: int) -> Any:
             a = a._replace(terms=terms, own=a.own * terms)
         if a.kind != INPUT and a.dtype in FORMATS:
             least, unit = FORMATS[a.dtype].smallest_subnormal / 2, unit_roundoff(a.dtype)
-            if a.kind == UPDATE and not probes:  # rounded as the new weight is
+            if a.kind == UPDATE:  # rounded as the new weight is
                 least = max(least, unit * weights.get(a.name, 0.0))
         wide = any(x.dtype in FORMATS and unit_roundoff(x.dtype) < unit for x in read_in)
         own = 1.0 if unknown(a) else max(a.own, unit if wide else 0.0)  # a cast has no row
-        if probes and (any(a.spread) or not a.spread):  # else all of it rounds alike, in no probe
-            own = 0.0
         read = [(relative[r], arrays[r]) for r in a.reads if relative[r]]
         error = math.hypot(max(own, least / size), _carried(a, read) if read else 0.0)
         relative.append(min(error, 1.0) if a.values[RMS] else error)
@@ -231,8 +233,6 @@ def _estimated(arrays: Sequence[RecordedArray], probes: int) -> Any:
         large = np.maximum(np.abs(a.values) / size, 1.0)
         for part in (slice(AMAX, AMAX + 1), ELEMENTS):  # that of a large element is a share of it
             spread[i, part] *= large[part]
-        if probes:
-            spread[i] = np.hypot(spread[i], a.spread or 0.0)
     return spread
 
 
@@ -469,9 +469,12 @@ class Pairs:
 
         def tells(j: int) -> bool:
             # Where ops are split otherwise, what only the other run has says nothing but at an end.
-            end = self.other.arrays[j].kind == RESULT and not self.other.readers[j]
-            known = not self.by_values or end or self.other.arrays[j].name == COMPILED
+            known = not self.by_values or self.other.arrays[j].name == COMPILED
             return known and j not in self.partners
+
+        def is_end(j: int) -> bool:
+            end = self.other.arrays[j].kind == RESULT and not self.other.readers[j]
+            return self.by_values and end and not (tells(j) or j in self.partners)
 
         rows: list[Compared] = []
         todo = 0  # of the other run
@@ -485,6 +488,7 @@ class Pairs:
                 rows.append(Compared(array, None, _alone(array, self.other, i in passed)))
         rest = range(todo, len(self.other.arrays))
         rows += map(alone, filter(tells, rest))
+        rows += map(alone, filter(is_end, range(len(self.other.arrays))))
         while True:
             first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
             if first is None or (first.one is not None and first.other is not None):

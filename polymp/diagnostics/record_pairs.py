@@ -559,9 +559,9 @@ class Pairs:
             update = row.array.kind == UPDATE
             k = _update_of(mine, at, theirs, twins) if update else _same_end(mine, at, theirs)
             if k is not None and k not in taken:
-                pair = self._pair(*((at, k) if row.one is not None else (k, at)))
+                judged = self._pair(*((at, k) if row.one is not None else (k, at)))
                 # Two elements, which may jump, are too much of a few: of these, no values agreed.
-                return pair._replace(verdict=UNEXPLAINED) if row.array.size < _POOLED else pair
+                return judged._replace(verdict=UNEXPLAINED) if row.array.size < _POOLED else judged
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         found: list[tuple[bool, bool, int]] = []

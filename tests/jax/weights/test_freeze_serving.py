@@ -72,8 +72,8 @@ def test_most_of_what_the_corpus_computes_with_is_stored_low():
         floats += sum(x.dtype == np.float32 for x in jax.tree.leaves(problem(name).args))
         kinds = Counter(str(x.dtype) for x in jax.tree.leaves(served))
         assert kinds["float32"] <= len(serve.kept)
-    assert stored["bfloat16"] >= size(12, 80)
-    assert stored["float16"] >= size(12, 80)
+    assert stored["bfloat16"] >= size(16, 80)
+    assert stored["float16"] >= size(16, 80)
     assert stored.total() >= 0.6 * floats
 
 

@@ -50,6 +50,19 @@ def scan_over_layers_remat(draw: Draw) -> Made:
     return apply, (p, draw.normal(5, 8))
 
 
+@program(F32, tags="fori_loop power_iteration")
+def fori_power_iteration(draw: Draw) -> Made:
+    def norm(w: jax.Array, v: jax.Array) -> jax.Array:
+        def body(_: int, v: jax.Array) -> jax.Array:
+            v = w.T @ (w @ v)
+            return v / jnp.linalg.norm(v)
+
+        v = lax.fori_loop(0, 4, body, v)
+        return jnp.linalg.norm(w @ v)
+
+    return norm, (draw.weight(6, 5), draw.normal(5))
+
+
 @program(F32, tags="while_loop newton stop_gradient")
 def while_newton(draw: Draw) -> Made:
     def cube_root(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -92,6 +105,14 @@ def associative_recurrence(draw: Draw) -> Made:
 
     p = {"decay": draw.weight(4, 6), "drive": draw.weight(4, 6), "out": draw.weight(6, 3)}
     return apply, (p, draw.normal(6, 4))
+
+
+@program(F32, tags="lax.map")
+def mapped_rows(draw: Draw) -> Made:
+    def apply(w: jax.Array, xs: jax.Array) -> jax.Array:
+        return lax.map(lambda x: jax.nn.logsumexp(x @ w), xs)
+
+    return apply, (draw.weight(4, 6), draw.normal(5, 4))
 
 
 @program(F32, tags="vmap per_example grad_inside norm")

@@ -129,6 +129,68 @@ def nnx_transformer_lm(draw: Draw) -> Made:
     return loss, (params, tokens)
 
 
+@program(LOW, tags="flax nnx resnet batchnorm conv", needs="flax")
+def nnx_resnet_block(draw: Draw) -> Made:
+    class Block(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.conv = nnx.Conv(3, 4, (3, 3), strides=2, rngs=rngs)
+            self.norm = nnx.BatchNorm(4, use_running_average=True, rngs=rngs)
+            self.side = nnx.Conv(3, 4, (1, 1), strides=2, rngs=rngs)
+            self.head = nnx.Linear(4, 3, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nnx.relu(self.norm(self.conv(x)) + self.side(x))
+            return self.head(x.mean((1, 2)))
+
+    apply, params = _pure(draw, Block)
+    return apply, (params, draw.normal(2, 6, 6, 3))
+
+
+@program(F32, tags="flax nnx ppo reinforcement_learning actor_critic loss", needs="flax")
+def nnx_ppo(draw: Draw) -> Made:
+    class ActorCritic(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.trunk = nnx.Linear(5, 10, rngs=rngs)
+            self.actor = nnx.Linear(10, 3, rngs=rngs)
+            self.critic = nnx.Linear(10, 1, rngs=rngs)
+
+        def __call__(self, x: jax.Array) -> Any:
+            h = nnx.tanh(self.trunk(x))
+            return nnx.log_softmax(self.actor(h)), self.critic(h)[:, 0]
+
+    apply, params = _pure(draw, ActorCritic)
+
+    def loss(params: Any, states: Any, actions: Any, old: Any, gains: Any, returns: Any) -> Any:
+        log_p, values = apply(params, states)
+        taken = jnp.take_along_axis(log_p, actions[:, None], 1)[:, 0]
+        ratio = jnp.exp(taken - old)
+        policy = -jnp.minimum(ratio * gains, jnp.clip(ratio, 0.8, 1.2) * gains).mean()
+        entropy = -jnp.sum(jnp.exp(log_p) * log_p, -1).mean()
+        return policy + 0.5 * jnp.mean((values - returns) ** 2) - 0.01 * entropy
+
+    old = draw.normal(6, scale=0.1) - 1
+    data = (draw.normal(6, 5), draw.integers(3, 6), old, draw.normal(6), draw.normal(6))
+    return loss, (params, *data)
+
+
+@program(LOW, tags="flax nnx graph gcn segment_sum", needs="flax")
+def nnx_graph_convolution(draw: Draw) -> Made:
+    class GCN(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs) -> None:
+            self.first = nnx.Linear(4, 8, use_bias=False, rngs=rngs)
+            self.second = nnx.Linear(8, 3, use_bias=False, rngs=rngs)
+
+        def __call__(self, x: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+            count = jax.ops.segment_sum(jnp.ones(len(senders)), receivers, len(x)) + 1
+            for layer in (self.first, self.second):
+                h = layer(nnx.elu(x))
+                x = h + jax.ops.segment_sum(h[senders], receivers, len(h)) / count[:, None]
+            return self.second(jnp.tanh(x @ jnp.ones((3, 8))))
+
+    apply, params = _pure(draw, GCN)
+    return apply, (params, draw.normal(5, 4), draw.integers(5, 9), draw.integers(5, 9))
+
+
 @program(LOW, tags="flax nnx decode kv_cache rope rms_norm geglu scan gemma", needs="flax")
 def nnx_decode(draw: Draw) -> Made:
     """Greedy decoding with a cache of keys and values, as Gemma's sampler runs it."""
@@ -196,6 +258,12 @@ def _pure(draw: Draw, module: Any) -> tuple[Any, Any]:
 # equinox.
 
 
+@program(LOW, tags="equinox mlp vmap", needs="equinox")
+def equinox_mlp(draw: Draw) -> Made:
+    apply, params = _equinox(draw, lambda key: eqx.nn.MLP(4, 3, 8, 2, key=key))
+    return lambda p, x: jax.vmap(apply(p))(x), (params, draw.normal(5, 4))
+
+
 @program(LOW, tags="equinox attention layernorm vmap", needs="equinox")
 def equinox_attention(draw: Draw) -> Made:
     apply, params = _equinox(
@@ -243,6 +311,17 @@ def haiku_lstm(draw: Draw) -> Made:
     return loss, (draw.fill(shapes(model.init, xs)), xs)
 
 
+@program(LOW, tags="haiku mlp layernorm", needs="haiku")
+def haiku_mlp(draw: Draw) -> Made:
+    def forward(x: jax.Array) -> jax.Array:
+        x = hk.nets.MLP([8, 8], activation=jnp.tanh, activate_final=True)(x)
+        x = hk.LayerNorm(-1, create_scale=True, create_offset=True)(x)
+        return hk.Linear(3)(x)
+
+    model, x = hk.without_apply_rng(hk.transform(forward)), draw.normal(4, 5)
+    return model.apply, (draw.fill(shapes(model.init, x)), x)
+
+
 # Probability, differential equations, losses.
 
 
@@ -286,6 +365,18 @@ def numpyro_logistic_regression(draw: Draw) -> Made:
     return log_p, ({"w": draw.normal(4), "b": jnp.float32(0.3)}, draw.normal(6, 4), y)
 
 
+@program(F32, tags="numpyro hierarchical distributions", needs="numpyro", lowers=False)
+def numpyro_eight_schools(draw: Draw) -> Made:
+    def log_p(p: Any, y: jax.Array, sigma: jax.Array) -> jax.Array:
+        tau = jnp.exp(p["log_tau"])
+        total = dist.Normal(0, 5).log_prob(p["mu"]) + dist.HalfCauchy(5).log_prob(tau)
+        total += dist.StudentT(4.0, p["mu"], tau).log_prob(p["theta"]).sum()
+        return total + dist.Normal(p["theta"], sigma).log_prob(y).sum() + p["log_tau"]
+
+    p = {"mu": jnp.float32(0.4), "log_tau": jnp.float32(0.2), "theta": draw.normal(8)}
+    return log_p, (p, draw.normal(8, scale=3), draw.uniform(8, low=1, high=2))
+
+
 @program(F32, tags="diffrax ode neural_ode while_loop", needs="diffrax", lowers=False)
 def diffrax_neural_ode(draw: Draw) -> Made:
     term = diffrax.ODETerm(lambda t, y, p: jnp.tanh(y @ p["w"] + p["b"]) @ p["v"])
@@ -300,6 +391,20 @@ def diffrax_neural_ode(draw: Draw) -> Made:
 
     p = {"w": draw.weight(2, 6), "b": draw.normal(6), "v": draw.weight(6, 2)}
     return loss, (p, draw.normal(2))
+
+
+@program(F32, tags="optax loss huber kl bce", needs="optax")
+def optax_losses(draw: Draw) -> Made:
+    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        logits = x @ p
+        q = jax.nn.softmax(y)
+        total = optax.softmax_cross_entropy(logits, q).mean()
+        total += optax.huber_loss(logits, y).mean()
+        total += optax.kl_divergence(jax.nn.log_softmax(logits), q).mean()
+        total += optax.sigmoid_binary_cross_entropy(logits, q).mean()
+        return total + optax.cosine_distance(logits, y).mean()
+
+    return loss, (draw.weight(5, 4), draw.normal(3, 5), draw.normal(3, 4))
 
 
 @program(F32, tags="optax ctc loss scan", needs="optax")

@@ -38,6 +38,14 @@ def mlp_cross_entropy(draw: Draw) -> Made:
     return loss, (p, draw.normal(4, 6), draw.integers(5, 4))
 
 
+@program(F32, tags="loss mean matvec")
+def linear_regression(draw: Draw) -> Made:
+    def loss(p: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.mean((x @ p["w"] + p["b"] - y) ** 2)
+
+    return loss, ({"w": draw.normal(7), "b": draw.normal()}, draw.normal(9, 7), draw.normal(9))
+
+
 @program(LOW, tags="conv1d causal dilated")
 def conv_1d_causal(draw: Draw) -> Made:
     def apply(w1: jax.Array, w2: jax.Array, x: jax.Array) -> jax.Array:
@@ -113,6 +121,15 @@ def tied_embeddings(draw: Draw) -> Made:
 
     p = {"table": draw.normal(9, 8, scale=0.4), "w": draw.weight(8, 8)}
     return loss, (p, draw.integers(9, 7), jnp.array([1, 1, 0, 1, 1, 1, 0], bool))
+
+
+@program(LOW, tags="lora stop_gradient")
+def lora(draw: Draw) -> Made:
+    def apply(p: Any, frozen: jax.Array, x: jax.Array) -> jax.Array:
+        return x @ lax.stop_gradient(frozen) + (x @ p["a"]) @ p["b"] * 2.0
+
+    p = {"a": draw.weight(8, 2), "b": draw.weight(2, 6)}
+    return apply, (p, draw.weight(8, 6), draw.normal(5, 8))
 
 
 @program(F32, tags="moe top_k one_hot dispatch")

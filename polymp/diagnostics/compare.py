@@ -473,7 +473,7 @@ def _notes(
                 )
             yield (
                 f"{name} was recorded without probes: what rounding explains is estimated from "
-                "each call's own rounding, which can be off by a factor of ten either way"
+                "each call's own rounding and what it reads, often ten times too much or more"
             )
         if record.cut:
             yield f"{name} ends in a step that is not whole, which was left out"

@@ -175,7 +175,7 @@ class Side:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
         a = self.arrays[i]
         within = a.dtype in FORMATS and self.largest[i] < FORMATS[a.dtype].max / 4
-        if not within or a.name not in EXACT | _ADDS:
+        if not within or a.name not in _MASKING:
             return False
         read = (self.arrays[r] for r in a.reads)
         return not any(0 < x.bad < x.size == a.size for x in read)
@@ -191,6 +191,7 @@ def _group(a: RecordedArray) -> tuple[str, int]:
 # square, independent, and go from call to call by the class of the op.
 
 _ADDS = frozenset("add sub rsub".split())  # an error stays as large as it is
+_MASKING = EXACT | _ADDS  # ops by which a mask may be applied
 _CENTRED = frozenset("var std var_mean std_mean".split())  # they subtract a mean, as norms do
 # An error is as large as it was or, of a small result, the same share of it.
 _ABSOLUTE = frozenset("log log2 log10 log1p logsumexp log_softmax sin cos tan".split())
@@ -354,15 +355,15 @@ class Pairs:
         allowed += np.multiply.outer(low * stored, np.ones(VALUES))
         return np.abs(a.values[i] - b.values[j]), allowed
 
-    def comparable(self, i: int, j: int, found: bool = False) -> tuple[Any, Any]:
-        """The same of the numbers of two arrays that can be compared, `found` by these or given."""
+    def comparable(self, i: int, j: int, strict: bool = False) -> tuple[Any, Any]:
+        """The same of those that can be compared; `strict` where they alone say what is a pair."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.differences(i, j)
         masks = self.one.masks(i) and self.other.masks(j)
         if (one.bad != other.bad) if masks else (bool(one.bad) != bool(other.bad)):
             difference = np.full(VALUES, math.inf)  # rounding alone moves none of these
         ordered = self._in_order(i, j, allowed[RMS])
-        if one.kind == UPDATE and not found:
+        if one.kind == UPDATE and not strict:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
             # rounding, an element jumps, which no probe may have shown: up to two are let pass.
             if not ordered:
@@ -381,13 +382,15 @@ class Pairs:
         if i in self.partner or not (array.bad and self.one.masks(i)):
             return None
         read = [self.twins[r] for r in array.reads if r in self.twins]
-        near = (k for j in read for k in other.readers[j] if k not in self.found | self.partners)
-        masked = (k for k in near if other.arrays[k].bad and other.masks(k))
-        return next((k for k in masked if _group(other.arrays[k]) == _group(array)), None)
+        for k in (k for j in read for k in other.readers[j]):
+            alike = other.arrays[k].bad and _group(other.arrays[k]) == _group(array)
+            if alike and k not in self.found and k not in self.partners and other.masks(k):
+                return k
+        return None
 
-    def excess(self, i: int, j: int, found: bool = False) -> float:
+    def excess(self, i: int, j: int, strict: bool = False) -> float:
         """How many times larger the largest difference is than what rounding explains."""
-        return _worst(*self.comparable(i, j, found))[0]
+        return _worst(*self.comparable(i, j, strict))[0]
 
     def _in_order(self, i: int, j: int, allowed: float) -> bool:
         """True if two arrays have their elements in the same order.
@@ -442,7 +445,9 @@ class Pairs:
         fits = (difference[:, ORDERLESS] <= allowed[:, ORDERLESS]).all(1)
         ones, others = np.broadcast_arrays(i, j)
         pairs = zip(ones[fits].tolist(), others[fits].tolist(), strict=True)
-        return [pair for pair in pairs if self._near(*pair) and self.excess(*pair, True) <= 1]
+        return [
+            pair for pair in pairs if self._near(*pair) and self.excess(*pair, strict=True) <= 1
+        ]
 
     def _near(self, i: int, j: int) -> bool:
         """True if two arrays may be of one call: not in other modules, of those that both have."""

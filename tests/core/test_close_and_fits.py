@@ -306,6 +306,16 @@ def test_complex_numbers_are_rounded_too(framework: str) -> None:
         assert_close(lambda x: 1.0001 * abs(xp.fft.fft(x)), lambda x: abs((x + 0j) @ dft), x)
 
 
+def test_running_means_are_put_back() -> None:
+    """Their kernel writes them without a new version."""
+    torch = pytest.importorskip("torch")
+    norm = torch.nn.BatchNorm1d(4)
+    assert_close(norm, norm, 1 + torch.randn(8, 4))
+    assert norm.running_mean.eq(0).all()
+    assert norm.running_var.eq(1).all()
+    assert norm.num_batches_tracked == 0
+
+
 def test_buffers_that_nothing_writes_may_be_views_and_of_inference() -> None:
     torch = pytest.importorskip("torch")
 

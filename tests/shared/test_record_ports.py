@@ -244,3 +244,23 @@ def test_another_mask_is_named_though_no_result_tells() -> None:
         for found in both_ways(recorder.record, port.record):
             first = found.first and found.first.array.name
             assert first in (("masked_fill", "where") if shift else (None,)), str(found)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_what_a_port_returns_is_compared_whichever_is_the_first(factor: float) -> None:
+    need("jax")
+    import jax.numpy as jnp
+    import torch
+
+    import polymp.jax
+    import polymp.torch
+
+    net = torch.nn.Linear(16, 4)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+    recorder = polymp.torch.record(None, net)
+    with recorder:
+        net(x).tanh()
+    port = polymp.jax.record(None, lambda x, w, b: jnp.tanh(x @ w.T + b) * factor)
+    port(*(jnp.asarray(t.detach().numpy()) for t in (x, net.weight, net.bias)))
+    for found in both_ways(recorder.record, port.record):
+        assert found.explained == (factor == 1), str(found)

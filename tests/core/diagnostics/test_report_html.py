@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -255,3 +257,13 @@ def test_a_page_in_no_folder_is_refused_by_the_path_that_was_given(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"there is no folder 'no/folder': 'no/folder/a.ht"):
         reports.in_torch().to_html("no/folder/a.html")
+
+
+def test_a_pipe_is_written_and_stays_one(tmp_path):
+    pipe = tmp_path / "page.html"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(pipe.read_text, "utf-8")
+        reports.in_torch().to_html(pipe)
+        assert read.result().endswith("</html>\n")
+    assert pipe.is_fifo()

@@ -512,3 +512,11 @@ def test_products_of_8_bit_floats_and_references() -> None:
         assert names == ["x", "to", "w", "to", "linear", "sum", "add", "mul", "result"]
         assert found.arrays[names.index("mul")].reads == (names.index("add"),)
         assert sum(found.left_out.values()) == 4
+
+
+def test_a_module_with_a_dict_is_recorded() -> None:
+    model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    model.options = {"a": 1}
+    recorded = record(None, lambda model, x: model(x))
+    recorded(model, jnp.ones((1, 2)))
+    assert recorded.record.steps

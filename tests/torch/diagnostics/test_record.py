@@ -863,3 +863,18 @@ def test_a_tensor_that_is_made_like_another_is_an_input_of_its_own() -> None:
     found = polymp.compare(*(gated(torch.randn_like, seed) for seed in (1, 2)))
     assert found.first.array.name == "operand 2 of mul", str(found)
     assert "THE RUNS BEGIN WITH OTHER NUMBERS" in str(found)
+
+
+def test_what_random_numbers_fill_is_no_input() -> None:
+    """`gumbel_softmax` draws into memory that nothing has written yet."""
+    net = nn.Linear(4, 8)
+    runs = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net.zero_grad()
+        with record(None, net) as run:
+            nn.functional.gumbel_softmax(net(torch.ones(3, 4))).square().sum().backward()
+        runs.append(run.record)
+    inputs = [a.name for a in runs[0].steps[0].arrays if a.kind == INPUT]
+    assert "exponential_" not in str(inputs)
+    assert polymp.compare(*runs).explained

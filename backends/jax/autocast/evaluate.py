@@ -19,9 +19,13 @@ from jax.extend import core, source_info_util
 from jax.extend.core import Literal
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.autocast import fp8_contraction
-from polymp.backends.jax.autocast.contraction import contract, spec_of
-from polymp.backends.jax.autocast.fp8_contraction import In8Bits, Shared, quantised_once
+from polymp.backends.jax.autocast.contraction import contract
+from polymp.backends.jax.autocast.fp8_contraction import (
+    In8Bits,
+    Shared,
+    contract_in_8_bits,
+    quantised_once,
+)
 from polymp.backends.jax.autocast.frame import Cast, Kind, Operand, Plan, Step, declared
 from polymp.backends.jax.compat import Atom, ClosedProgram, OpenProgram
 from polymp.backends.jax.jaxprs import last_reads
@@ -117,7 +121,12 @@ def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
         case Kind.PICK:
             outs = _picked(step, values)
         case Kind.CONTRACT:
-            outs = [_contracted(step, *values)]
+            assert step.spec is not None
+            if (how := step.in_8_bits) is None:
+                outs = [contract(step.spec, *values)]
+            else:
+                lhs, rhs = values
+                outs = [contract_in_8_bits(step.spec, lhs, rhs, how)]
         case Kind.INSIDE:
             assert step.inside is not None
             outs = step.inside.emit(step.inside.plans, step, values)
@@ -126,19 +135,6 @@ def _step(step: Step, values: Sequence[Any]) -> Sequence[object]:
     return [
         cast(out, dtype) if dtype else out for out, dtype in zip(outs, step.returns, strict=True)
     ]
-
-
-def _contracted(step: Step, *values: Any) -> object:
-    """The sum of products of a step, in low numbers or in 8 bits."""
-    (out,), eqn, how = step.writes, step.eqn, step.in_8_bits
-    assert step.low is not None
-    assert out is not None, "a contraction has a float result"
-    if how is None:
-        return contract(spec_of(eqn.primitive, eqn.params, step.low, out), *values)
-    lhs, rhs = values
-    params = {**eqn.params, "precision": None}
-    spec = spec_of(eqn.primitive, params, step.low, out)
-    return fp8_contraction.contract_in_8_bits(spec, lhs, rhs, how)
 
 
 def _picked(step: Step, values: Sequence[object]) -> Sequence[object]:

@@ -14,8 +14,10 @@ from typing import Any, ClassVar, NamedTuple, SupportsFloat, final
 import jax
 import jax.extend.core as core
 import numpy as np
+from jax.extend.source_info_util import new_name_stack
 
 from polymp.backends.jax import compat
+from polymp.backends.jax.autocast.contraction import Contraction
 from polymp.backends.jax.autocast.fp8_contraction import In8Bits
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS
 from polymp.backends.jax.autocast.regions import AS_CALLED, NameStacks
@@ -82,7 +84,7 @@ class Step(NamedTuple):
     # Dtype to cast each float result to afterwards; None to leave them.
     returns: tuple[str | None, ...] | None
     stack: NameStack  # the name stack, without our marks
-    low: str | None = None  # of CONTRACT, the dtype of the operands
+    spec: Contraction | None = None  # of CONTRACT
     inside: "Inside | None" = None  # of INSIDE, the programs inside
     in_8_bits: In8Bits | None = None  # of CONTRACT, how it runs in 8 bits; None if it does not
     # Why a product that the policy wants in 8 bits runs by rule `lower`, or one with rule `lower`
@@ -242,7 +244,7 @@ class Frame:
     gradients: bool = False
     steps: list[Step] = field(default_factory=list)
     # Of the equation at hand, without our marks.
-    stack: NameStack = field(default_factory=compat.no_scopes)
+    stack: NameStack = field(default_factory=new_name_stack)
     # In which dtype all steps read a variable; of several, none. See `planner`.
     reads: Mapping[Atom, str | None] = field(default_factory=dict)
 
@@ -288,7 +290,7 @@ class Frame:
         kind: Kind = Kind.BIND,
         params: jax.core.ParamDict | None = None,
         returns: tuple[str | None, ...] | None = None,
-        low: str | None = None,
+        spec: Contraction | None = None,
         inside: Inside | None = None,
     ) -> Step:
         """The step of an equation, with the dtype in which it reads each operand; see `Step`."""
@@ -297,7 +299,30 @@ class Frame:
             operands = eqn.invars  # one list less for each equation that reads as written
         kind = kind if inside is None else Kind.INSIDE
         params = params or eqn.params
-        return Step(eqn, kind, operands, params, tuple(writes), returns, self.stack, low, inside)
+        return Step(eqn, kind, operands, params, tuple(writes), returns, self.stack, spec, inside)
+
+    def repeated(self, eqn: Equation, region: Region, like: Hashable, plan: "Handler") -> "Planned":
+        """The step of an equation; planned once for those that agree in types and in `like`."""
+        env, plans = self.env, self.planner.op_plans
+        known = [self.known(v) if type(v) is core.Literal else env[v] for v in eqn.invars]
+        avals = [v.aval for v in eqn.invars] + [v.aval for v in eqn.outvars]
+        # The plans keep regions and types alive, so that no other object gets their ids.
+        signature = (like, id(region), *known, *map(id, avals))
+        earlier = plans.get(signature)
+        # A report needs a decision for each; in 8 bits, more than this decides.
+        if earlier is None or decision_log.current() is not None:
+            step, outs = plan(self, eqn, region)
+            if step.in_8_bits is None and not step.fallback:
+                plans[signature] = step, outs, avals, region
+            return step, outs
+        (old, kind, operands, params, writes, returns, _, *others), outs, *_ = earlier
+        if operands is old.invars:
+            operands = eqn.invars
+        else:
+            pairs = zip(eqn.invars, operands, strict=True)
+            operands = [self.read(v, o.dtype) if type(o) is Cast else v for v, o in pairs]
+        params = eqn.params if params is old.params else params
+        return Step(eqn, kind, operands, params, writes, returns, self.stack, *others), outs
 
     def as_written(self, eqn: Equation) -> "Planned":
         """The step of an equation that runs in the dtypes that it is written in."""

@@ -8,10 +8,12 @@ says how it runs. Inside it nothing else is asked: what is computed there has on
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 import jax
 import jax.extend.core as core
 from jax.extend.core import Literal
+from jax.extend.source_info_util import new_name_stack
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast.evaluate import cast, run
@@ -165,7 +167,7 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
     """Plan a call of a known function by the row of its op."""
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     region = eqn.region
-    frame.stack = compat.no_scopes()  # those inside have their own
+    frame.stack = new_name_stack()  # those inside have their own
     floats = [k.dtype for k in known if k.dtype]
     hard, like = floats, None
     if vocabulary().ops[eqn.op].kind in vocabulary().traits["parameters"]:
@@ -182,11 +184,10 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
         decision = decision._replace(out=decision.run)
     run = decision.run
     own = vocabulary().ops[eqn.op].rule  # a user's function, whose casts are its own
-    own_region = replace(
+    own_region = _within(
         region,
-        policy=AS_CALLED,
-        enabled=decision.rule is not Rule.PARTS,
-        dtype="float32" if run == "float32" and not own else region.dtype,
+        decision.rule is not Rule.PARTS,
+        "float32" if run == "float32" and not own else region.dtype,
     )
     if decision.rule is Rule.PARTS:  # jax has no low form of it
         reads = [declared(atom) for atom in eqn.invars]
@@ -215,6 +216,12 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
         reads = [None] * len(reads)
     inside = Inside((plan,), _computed_again if again else _inlined)
     return frame.step(eqn, reads, writes, returns=returns, inside=inside), outs
+
+
+@cache
+def _within(region: Region, enabled: bool, dtype: str) -> Region:
+    """The region inside a call: one object, by which plans of equal ops are found again."""
+    return replace(region, policy=AS_CALLED, enabled=enabled, dtype=dtype)
 
 
 def _inlined(plans: Sequence[Plan], _: Step, values: Sequence[object]) -> Sequence[object]:

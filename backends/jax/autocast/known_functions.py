@@ -9,7 +9,7 @@ the place of its function. Nothing is patched, and a function need not leave a c
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import CodeType
 from typing import NamedTuple
 
@@ -118,21 +118,21 @@ class Functions:
 
     def of(self, eqn: Equation) -> Iterable[Found]:
         """The known functions around an equation, from the outermost inwards."""
-        frames = compat.frames(eqn.source_info.traceback)
-        outside = self.ops.keys().isdisjoint(map(id, frames.codes))
-        if outside and eqn.primitive.name not in _NAMED | {"while"}:
+        codes, places = compat.frames(eqn.source_info.traceback)
+        ids = [*map(id, codes)]
+        outside = self.ops.keys().isdisjoint(ids)
+        if outside and eqn.primitive.name not in _NAMED_OR_LOOP:
             return ()
-        return self._around(eqn, frames)
+        return self._around(eqn, [] if outside else ids, places)
 
-    def _around(self, eqn: Equation, frames: compat.Frames) -> Iterator[Found]:
-        if not self.ops.keys().isdisjoint(ids := list(map(id, frames.codes))):
-            end = next((at for at, one in enumerate(ids) if one in self._borders), len(ids))
-            for at in range(end - 1, -1, -1):
-                if ids[at] in self.ops:
-                    outer = tuple(ids[at:end]), tuple(frames.places[at + 1 : end])
-                    types = tuple(str(v.aval) for v in (*eqn.invars, *eqn.outvars))
-                    inner = tuple(ids[:at]), tuple(frames.places[: at + 1]), eqn.primitive, types
-                    yield Found(self.ops[ids[at]], outer, inner)
+    def _around(self, eqn: Equation, ids: list[int], places: Sequence[int]) -> Iterator[Found]:
+        end = next((at for at, one in enumerate(ids) if one in self._borders), len(ids))
+        for at in range(end - 1, -1, -1):
+            if ids[at] in self.ops:
+                outer = tuple(ids[at:end]), tuple(places[at + 1 : end])
+                types = [v.aval for v in (*eqn.invars, *eqn.outvars)]
+                inner = tuple(ids[:at]), tuple(places[: at + 1]), eqn.primitive, types
+                yield Found(self.ops[ids[at]], outer, inner)
         for closed in _called(eqn):
             if op := self.places.get(compat.traced_from(closed)):
                 yield Found(op, id(eqn), None)
@@ -153,6 +153,7 @@ def _called(eqn: Equation) -> list[ClosedProgram]:
 
 
 _NAMED = JITTED | RULED
+_NAMED_OR_LOOP = _NAMED | {"while"}
 
 # The op of a loop of the user's that is what a solver's is.
 _LOOP = "while_loop"

@@ -12,7 +12,6 @@ import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
-from typing import NamedTuple
 
 import jax
 import jax.extend.core as core
@@ -22,7 +21,7 @@ from jax.extend.core import Literal
 from polymp import fp8
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import known_functions
-from polymp.backends.jax.autocast.contraction import free_sizes
+from polymp.backends.jax.autocast.contraction import free_sizes, spec_of
 from polymp.backends.jax.autocast.fp8_contraction import In8Bits, Part
 from polymp.backends.jax.autocast.frame import (
     ELIGIBLE,
@@ -43,22 +42,11 @@ from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.compat import Atom, Equation
 from polymp.dtypes import FORMATS, widest
 from polymp.fp8 import ACTIVATION, RECIPES, WEIGHT
-from polymp.rules import decision_log
 from polymp.rules.policy import Decision, Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
 
 UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
-
-
-class _OpPlan(NamedTuple):
-    """How an op runs, whichever equation it is: the fields of its step."""
-
-    reads: list[str | None]
-    writes: tuple[str | None, ...]
-    returns: tuple[str | None, ...] | None
-    outs: list[ValueFacts]
-    kind: Kind = Kind.BIND
 
 
 def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
@@ -99,37 +87,26 @@ def independent(frame: Frame, eqn: Equation, _: Region) -> Planned:
 
 def free(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """An op that computes in any dtype, as the policy says."""
-    atoms = eqn.invars
-    known = [frame.known(atom) for atom in atoms]
     op = spelling(eqn)
-    avals = [a.aval for a in atoms] + [v.aval for v in eqn.outvars]
-    # A gradient of a read: the transpose of a gather, which keeps the traceback of the gather.
-    of_read = op == "scatter-add" and _GATHER in compat.frames(eqn.source_info.traceback).codes
-    # The plans keep regions and types alive, so that no other object gets their ids.
-    signature = (op, of_read, id(region), *known, *map(id, avals))
-    plans = frame.planner.op_plans
-    # Most equations repeat an earlier one; a report needs a decision for each.
-    if signature not in plans or decision_log.current() is not None:
-        plans[signature] = avals, _plan_of(frame, eqn, op, of_read, known, region)
-    _, plan = plans[signature]
-    if plan is None:
-        return frame.as_written(eqn)
-    return frame.step(eqn, plan.reads, plan.writes, plan.kind, None, plan.returns), plan.outs
+    return frame.repeated(eqn, region, (op, _is_of_read(eqn, op)), _free)
 
 
-def _plan_of(
-    frame: Frame, eqn: Equation, op: str, of_read: bool, known: list[ValueFacts], region: Region
-) -> _OpPlan | None:
-    """How an op that is free in its dtype runs; None for as written."""
+def _is_of_read(eqn: Equation, op: str) -> bool:
+    """True for the transpose of a gather, which keeps the traceback of the gather."""
+    return op == "scatter-add" and _GATHER in compat.frames(eqn.source_info.traceback).codes
+
+
+def _free(frame: Frame, eqn: Equation, region: Region) -> Planned:
+    op, known = spelling(eqn), [frame.known(atom) for atom in eqn.invars]
     hard = deciding(eqn, op, known)
     if not hard:
-        return None
+        return frame.as_written(eqn)
     decision = decide(eqn, op_of(op), hard, region, op)
     rule = decision.rule
     picks = vocabulary().op(op_of(op)).picks
     if picks and rule in (Rule.LOWER, Rule.FP32_KEEP):  # no table is cast, but what is picked of it
         decision = Decision(rule, None, decision.run if rule is Rule.LOWER else None)
-    if of_read and rule not in _IN_FLOAT32 and _adds_up_in_float32(rule, region):
+    if _is_of_read(eqn, op) and rule not in _IN_FLOAT32 and _adds_up_in_float32(rule, region):
         decision = Decision(rule, "float32", widest(hard))
     dtypes = [declared(atom) for atom in eqn.invars]
     if decision.run is not None:
@@ -155,7 +132,7 @@ def _plan_of(
         ValueFacts(f, origin, product and f in LOW_DTYPES, numbers) if f else ValueFacts(None)
         for f in finals
     ]
-    return _OpPlan(reads, tuple(writes), returns, outs, kind)
+    return frame.step(eqn, reads, writes, kind, returns=returns), outs
 
 
 _GATHER = known_functions.code_of(jax.lax.gather)
@@ -174,6 +151,11 @@ def _adds_up_in_float32(rule: Rule, region: Region) -> bool:
 
 def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A sum of products: the primitive of polymp, where it runs low."""
+    like = (eqn.primitive, compat.default_precision(), *eqn.params.items())
+    return frame.repeated(eqn, region, like, _contraction)
+
+
+def _contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     known = [frame.known(atom) for atom in eqn.invars]
     hard = deciding(eqn, eqn.primitive.name, known)
     spelled = spelling(eqn)
@@ -207,7 +189,10 @@ def contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
         # What is quantised goes in as it is, too.
         kept = isinstance(how, In8Bits)
         reads = [None if kept or k.is_parameter or not k.dtype else run for k in known]
-        step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, low=run)
+        params = {**eqn.params, "precision": None} if kept else eqn.params
+        assert made is not None, "a contraction has a float result"
+        spec = spec_of(eqn.primitive, params, run, made)
+        step = frame.step(eqn, reads, [made], Kind.CONTRACT, returns=returns, spec=spec)
     else:
         params = {**eqn.params, "preferred_element_type": np.dtype(out)}
         reads = [run if k.dtype else None for k in known]

@@ -90,8 +90,7 @@ def planned(frame: Frame) -> Plan:
         if record is not None and name not in jaxprs.HOLDERS:
             step = _followed(step, record, here)
         steps.append(step)
-        for var, known in zip(eqn.outvars, outs, strict=True):
-            env[var] = known
+        env.update(zip(eqn.outvars, outs, strict=True))
     if frame.casts:
         _CastPuller(frame).run()
     return _finished(frame)
@@ -216,7 +215,9 @@ class _CastPuller:
         frame.env[var] = frame.env[var]._replace(dtype="float32", product=False)
         self.moved.add(var)
         if step.kind is Kind.CONTRACT:
-            return step._replace(writes=("float32",), returns=None)
+            assert step.spec is not None
+            spec = step.spec._replace(out="float32")
+            return step._replace(writes=("float32",), returns=None, spec=spec)
         reads = ["float32" if frame.known(atom).dtype else None for atom in eqn.invars]
         frame.stack = step.stack
         return frame.step(eqn, reads, ("float32",), params=step.params)

@@ -352,11 +352,6 @@ def without_scopes(stack: NameStack, drop: Callable[[str], bool]) -> NameStack:
     return type(stack)(tuple(kept))
 
 
-def no_scopes() -> NameStack:
-    """The empty name stack. Since jax 0.4."""
-    return _source_info.NameStack()
-
-
 def is_reference(aval: Any) -> bool:
     """True for the type of a mutable array, as `jax.new_ref` makes, which no public class names.
 

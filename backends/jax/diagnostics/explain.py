@@ -7,6 +7,7 @@ decided it.
 import itertools
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 import jax
 import numpy as np
@@ -263,7 +264,12 @@ def _computes(eqn: Equation, counts: Callable[[Atom], object]) -> bool:
 
 def float_dtype(v: Atom) -> str:
     """The dtype of a variable; "" if it holds no floats."""
-    name = getattr(getattr(v.aval, "dtype", None), "name", "")
+    return _float_name(getattr(v.aval, "dtype", None))
+
+
+@cache
+def _float_name(dtype: object) -> str:
+    name: str = getattr(dtype, "name", "")  # NumPy makes it anew each time
     return name if name in FORMATS else ""
 
 

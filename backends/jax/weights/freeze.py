@@ -434,8 +434,8 @@ class LowPlan:
         as_written = step.kind is Kind.BIND and name == "convert_element_type"
         for low in lows:
             dtype: str | None = "float32"
-            if step.kind is Kind.CONTRACT and step.in_8_bits is None:
-                dtype = step.low
+            if step.spec is not None and step.in_8_bits is None:
+                dtype = step.spec.run
             elif as_written and eqn.params["new_dtype"] == self.dtype:
                 dtype = self.dtype
             self.reads(low, dtype, step)

@@ -107,17 +107,24 @@ def _jvp(
     return out, tangent(out, [bind(*primals[:at], t, *primals[at + 1 :]) for at, t in moved])
 
 
-def _transpose(ct: object, *operands: Any, spec: Contraction) -> list[object]:
+def transpose(
+    ct: object,
+    *operands: Any,
+    spec: Contraction,
+    product: Callable[..., jax.Array] = contract,
+) -> list[object]:
+    """The gradient of the operand that moves, and None for the others; see `with_products`."""
     moving = 0 if ad.is_undefined_primal(operands[0]) else 1
     aval = operands[moving].aval
-    nones: list[object] = [None] * len(operands)
+    grads: list[object] = [None] * len(operands)
     if type(ct) is ad.Zero:
-        nones[moving] = ad.Zero(aval)
-        return nones
+        grads[moving] = ad.Zero(aval)
+        return grads
     rest = [x for i, x in enumerate(operands) if i != moving]
     jaxpr = transposed(spec, moving, *(low(x, spec.run) for x in (aval, ct, *rest)))
-    nones[moving] = with_products(jaxpr, (ct, *rest), spec._replace(out=aval.dtype.name))
-    return nones
+    own = spec._replace(out=aval.dtype.name)
+    grads[moving] = with_products(jaxpr, (ct, *rest), own, product)
+    return grads
 
 
 def _batch(
@@ -129,14 +136,13 @@ def _batch(
 
 compat.run_eagerly(contraction_p)
 contraction_p.def_abstract_eval(abstract)
+ad.primitive_jvps[contraction_p] = _jvp
+ad.primitive_transposes[contraction_p] = transpose
+batching.primitive_batchers[contraction_p] = _batch
 
 # A contraction is lowered as this primitive, which is the same in the platform's form.
 form_p: core.Primitive = core.Primitive("polymp_contraction_form")
 form_p.def_abstract_eval(abstract)
-
-ad.primitive_jvps[contraction_p] = _jvp
-ad.primitive_transposes[contraction_p] = _transpose
-batching.primitive_batchers[contraction_p] = _batch
 
 
 def remat_rule(
@@ -228,7 +234,7 @@ def row_by_row(*operands: jax.Array, spec: Contraction) -> jax.Array:
     numbers, sharding = own["dimension_numbers"], own["out_sharding"]
     (lc, rc), (lb, rb) = numbers
     lf = [d for d in range(lhs.ndim) if d not in (*lc, *lb)]
-    rows, columns = free_sizes(lhs, rhs, numbers)
+    _, rows, columns, _ = sizes_of(lhs, rhs, numbers)
     asked = sharding is not None and AxisType.Explicit in sharding.mesh.axis_types
     few = (rows <= _FEW or columns <= _THIN) and not (lb or asked)
     if few and columns <= _THIN and columns < rows:
@@ -278,25 +284,30 @@ _FEW = 128
 _THIN = 8
 
 
-def free_sizes(
-    lhs: jax.Array, rhs: jax.Array, dimension_numbers: lax.DotDimensionNumbers
-) -> tuple[float, float]:
-    """How many rows and columns; infinitely many where a size is a symbol, as in an export."""
-    sizes = []
-    for operand, contracted in zip((lhs, rhs), dimension_numbers[0], strict=True):
-        size = prod(n for d, n in enumerate(operand.shape) if d not in contracted)
-        sizes.append(size if isinstance(size, int) else inf)
-    rows, columns = sizes
-    return rows, columns
+class Sizes(NamedTuple):
+    """How large a product is; infinitely large where a size is a symbol, as in an export."""
+
+    batch: float
+    rows: float
+    columns: float
+    summed: float
+
+
+def sizes_of(lhs: Any, rhs: Any, dimension_numbers: lax.DotDimensionNumbers) -> Sizes:
+    """How large a product of two arrays, or of their types, is."""
+    (lc, rc), (lb, rb) = dimension_numbers
+    rows = (d for d in range(len(lhs.shape)) if d not in (*lc, *lb))
+    columns = (d for d in range(len(rhs.shape)) if d not in (*rc, *rb))
+    parts = ((lhs, lb), (lhs, rows), (rhs, columns), (lhs, lc))
+    sizes = (prod(x.shape[d] for d in dims) for x, dims in parts)
+    return Sizes(*(size if isinstance(size, int) else inf for size in sizes))
 
 
 def widened_or_few(*operands: jax.Array, spec: Contraction) -> jax.Array:
     """Widened, but where few rows meet a large operand, which is read low; see FORMS."""
     lhs, rhs, *_ = operands
     if spec.of.name == "dot_general" and rhs.size >= _LARGE:
-        contracted, both = spec.params["dimension_numbers"]
-        free = set(range(lhs.ndim)) - {*contracted[0], *both[0]}
-        if prod(lhs.shape[d] for d in free) <= _FEW_OF_IT:
+        if sizes_of(lhs, rhs, spec.params["dimension_numbers"]).rows <= _FEW_OF_IT:
             return row_by_row(*operands, spec=spec)
     return widened(*operands, spec=spec)
 
@@ -312,9 +323,7 @@ def of_this_processor(*operands: jax.Array, spec: Contraction) -> jax.Array:
     lhs, rhs, *_ = operands
     fast = not _MULTIPLY_BFLOAT16.isdisjoint(processor()[1] or ())
     if spec.of.name == "dot_general" and fast:
-        (contracted, _), (both, _) = spec.params["dimension_numbers"]
-        twice = prod(lhs.shape[d] for d in (*contracted, *both))  # counted in both sizes
-        fast = lhs.size * rhs.size > _TINY * twice
+        fast = prod(sizes_of(lhs, rhs, spec.params["dimension_numbers"])) > _TINY
     return (row_by_row if fast else widened_or_few)(*operands, spec=spec)
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -71,7 +71,7 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
             casts[dtype] = cast(env[atom], dtype)
         return casts[dtype]
 
-    outer, here = source_info_util.current_name_stack(), compat.equation_context()
+    outer, here = source_info_util.current_name_stack(), compat.JaxprEqnContext()
     # Eagerly, an array is freed after its last reader. A tracer holds none.
     traced = any(isinstance(x, jax.core.Tracer) for x in (*plan.jaxpr.consts, *args))
     reads = (step.eqn.invars for step in plan.steps)
@@ -84,7 +84,7 @@ def run(plan: Plan, args: Sequence[object]) -> list[object]:
         with source, nullcontext() if eqn.ctx is here else eqn.ctx.manager:
             values: list[Any] = [read(o) for o in step.operands]
             for place, form in shared[at]:
-                forms = made.setdefault(form.atom, {})
+                forms = made.setdefault(form[0], {})
                 if form not in forms:
                     forms[form] = quantised_once(values[place], *form[1:], differentiated=False)
                 values[place] = Shared(values[place], forms[form])
@@ -202,14 +202,8 @@ def update_in(jaxpr: core.Jaxpr, dtype: str) -> OpenProgram:
 # Operands in 8 bits that several products read, as those for queries, keys and values do, are
 # quantised and saved once.
 
-
-class _Form(NamedTuple):
-    """An operand in the form in which it is saved; equal for operands that are the same."""
-
-    atom: Atom
-    recipe: str
-    role: str
-    axes: tuple[int, ...]
+# An operand in the form in which it is saved: with the recipe, its role and the axes of its scales.
+_Form = tuple[Atom, str, str, tuple[int, ...]]
 
 
 def _forms(step: Step, how: In8Bits) -> Iterator[tuple[int, _Form]]:
@@ -220,7 +214,7 @@ def _forms(step: Step, how: In8Bits) -> Iterator[tuple[int, _Form]]:
         if part.given or high or type(operand) is Cast or type(operand) is Literal:
             continue
         axes = how.axes_when_saved(at, len(operand.aval.shape), step.eqn.params)
-        yield at, _Form(operand, how.recipe, part.role, axes)
+        yield at, (operand, how.recipe, part.role, axes)
 
 
 def _shared(plan: Plan) -> list[list[tuple[int, _Form]]]:

@@ -343,25 +343,16 @@ def _saved(
 
 
 def _transpose(ct: object, *flat: Any, spec: Contraction, how: In8Bits) -> list[object]:
-    moving = 0 if ad.is_undefined_primal(flat[0]) else 1
-    aval = flat[moving].aval
-    grads: list[object] = [None] * len(flat)
-    if type(ct) is ad.Zero:
-        grads[moving] = ad.Zero(aval)
-        return grads
-    other, part = operands_of(flat, how)[1 - moving], how.both[1 - moving]
-    of_ct = Part(how.role_of_result)
-    wide = main(other)
-    avals = [programs.low(x, spec.run) for x in (aval, ct, wide)]
-    program = programs.transposed(spec, moving, *avals)
+    still = 1 if ad.is_undefined_primal(flat[0]) else 0
+    operands, of_ct = operands_of(flat, how), Part(how.role_of_result)
+    other, part = operands[still], how.both[still]
 
     def product(spec: Contraction, *values: jax.Array) -> jax.Array:
         (lhs, left), (rhs, right) = ((x, of_ct) if x is ct else (other, part) for x in values)
         return contract_in_8_bits(spec, lhs, rhs, how._replace(both=(left, right)))
 
-    own = spec._replace(out=aval.dtype.name)
-    grads[moving] = programs.with_products(program, (ct, wide), own, product)
-    return grads
+    grads = programs.transpose(ct, *map(main, operands), spec=spec, product=product)
+    return [*grads, *[None] * (len(flat) - 2)]
 
 
 def _batch(
@@ -382,9 +373,7 @@ def _wide(flat: Sequence[jax.Array], how: In8Bits, run: str) -> list[jax.Array]:
 
 
 compat.run_eagerly(fp8_contraction_p)
-
 fp8_contraction_p.def_abstract_eval(programs.abstract)
-
 ad.primitive_jvps[fp8_contraction_p] = _jvp
 ad.primitive_transposes[fp8_contraction_p] = _transpose
 batching.primitive_batchers[fp8_contraction_p] = _batch

@@ -9,7 +9,7 @@ the place of its function. Nothing is patched, and a function need not leave a c
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import NamedTuple
 
@@ -116,18 +116,15 @@ class Functions:
                 self._looked.add(dotted)
                 self.add(function, op)
 
-    def of(self, eqn: Equation) -> Iterable[Found]:
+    def of(self, eqn: Equation) -> Iterator[Found]:
         """The known functions around an equation, from the outermost inwards."""
         codes, places = compat.frames(eqn.source_info.traceback)
         ids = [*map(id, codes)]
         outside = self.ops.keys().isdisjoint(ids)
         if outside and eqn.primitive.name not in _NAMED_OR_LOOP:
-            return ()
-        return self._around(eqn, [] if outside else ids, places)
-
-    def _around(self, eqn: Equation, ids: list[int], places: Sequence[int]) -> Iterator[Found]:
+            return
         end = next((at for at, one in enumerate(ids) if one in self._borders), len(ids))
-        for at in range(end - 1, -1, -1):
+        for at in () if outside else range(end - 1, -1, -1):
             if ids[at] in self.ops:
                 outer = tuple(ids[at:end]), tuple(places[at + 1 : end])
                 types = [v.aval for v in (*eqn.invars, *eqn.outvars)]

@@ -11,7 +11,7 @@ that is added to the result of a contraction is its bias, and takes the low dtyp
 import itertools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
+from math import inf
 
 import jax
 import jax.extend.core as core
@@ -21,7 +21,7 @@ from jax.extend.core import Literal
 from polymp import fp8
 from polymp.backends.jax import compat
 from polymp.backends.jax.autocast import known_functions
-from polymp.backends.jax.autocast.contraction import free_sizes, spec_of
+from polymp.backends.jax.autocast.contraction import sizes_of, spec_of
 from polymp.backends.jax.autocast.fp8_contraction import In8Bits, Part
 from polymp.backends.jax.autocast.frame import (
     ELIGIBLE,
@@ -218,8 +218,9 @@ def _why_float32(eqn: Equation, known: list[ValueFacts], region: Region) -> str:
     if not region.policy.few_rows or eqn.primitive.name != "dot_general":
         return ""
     lhs, rhs = (atom.aval for atom in eqn.invars)
-    rows = free_sizes(lhs, rhs, eqn.params["dimension_numbers"])
-    facing = [n for n, k in zip(reversed(rows), known, strict=True) if k.is_parameter]
+    batch, rows, columns, _ = sizes_of(lhs, rhs, eqn.params["dimension_numbers"])
+    both = batch * columns, batch * rows
+    facing = [n for n, k in zip(both, known, strict=True) if k.is_parameter]
     fewest, most = min(facing, default=0), region.policy.few_rows
     if not facing or fewest > most:
         return ""
@@ -390,27 +391,24 @@ def in_8_bits(
         return _ONE.format(eqn.primitive.name)
     if frame.gradients:
         return _GRADIENT
-    contracted, batch = eqn.params["dimension_numbers"]
-    shapes = [atom.aval.shape for atom in eqn.invars]
-    if not all(isinstance(size, int) for shape in shapes for size in shape):
+    lhs, rhs = (atom.aval for atom in eqn.invars)
+    sizes = sizes_of(lhs, rhs, eqn.params["dimension_numbers"])
+    if inf in sizes:
         return _UNKNOWN  # a symbol, as in an export
+    batch, *free, summed = map(int, sizes)
     given = [k.origin is Origin.GIVEN for k in known]
     weight = 0 if given == [True, False] else 1
-    free = [
-        prod(shape[d] for d in range(len(shape)) if d not in (*contracted[i], *batch[i]))
-        for i, shape in enumerate(shapes)
-    ]
     recipe = RECIPES[region.policy.fp8]
     device, capability = compat.device_type()
     product = fp8.Product(
         op,
         free[1 - weight],
-        prod(shapes[0][d] for d in contracted[0]),
+        summed,
         free[weight],
-        tuple(str(atom.aval.dtype) for atom in eqn.invars),
+        (str(lhs.dtype), str(rhs.dtype)),
         device,
         region.dtype,
-        prod(shapes[0][d] for d in batch[0]),
+        batch,
         capability=capability,
     )
     if why := fp8.why_not(product, recipe):

@@ -214,8 +214,7 @@ class _CastPuller:
         (var,) = eqn.outvars
         frame.env[var] = frame.env[var]._replace(dtype="float32", product=False)
         self.moved.add(var)
-        if step.kind is Kind.CONTRACT:
-            assert step.spec is not None
+        if step.spec is not None:
             spec = step.spec._replace(out="float32")
             return step._replace(writes=("float32",), returns=None, spec=spec)
         reads = ["float32" if frame.known(atom).dtype else None for atom in eqn.invars]

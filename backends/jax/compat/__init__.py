@@ -33,6 +33,8 @@ T = TypeVar("T")
 # of jax's own: a call of a known function that is taken as one op has the same attributes as an
 # equation, and as the program inside it.
 
+# Under what an equation was traced; a call makes that of one traced here, one object for a context:
+# an equation's own need not be entered where it is the current one. Since jax 0.4.
 JaxprEqnContext: TypeAlias = _core.JaxprEqnContext
 NameStack: TypeAlias = _source_info.NameStack
 SourceInfo: TypeAlias = _source_info.SourceInfo
@@ -310,14 +312,6 @@ def is_ready(x: Any) -> bool:
     A method of the arrays that there are, and not of `jax.Array`, which is what is documented.
     """
     return bool(x.is_ready())
-
-
-def equation_context() -> JaxprEqnContext:
-    """The context that an equation traced here would hold; one object for one context. Since 0.4.
-
-    An equation's own context need not be entered where it is the current one.
-    """
-    return JaxprEqnContext()
 
 
 def run_eagerly(primitive: core.Primitive) -> None:

@@ -67,9 +67,9 @@ def test_default_precision_is_what_an_equation_holds(name):
 
 def test_the_context_of_an_equation_is_one_object():
     (eqn,) = traced(jnp.sin, X).eqns
-    assert eqn.ctx is compat.equation_context()
+    assert eqn.ctx is compat.JaxprEqnContext()
     with set_xla_metadata(a="b"):
-        assert eqn.ctx is not compat.equation_context()
+        assert eqn.ctx is not compat.JaxprEqnContext()
 
 
 def test_binders_and_constants_of_a_closed_jaxpr():

@@ -125,25 +125,20 @@ def _meet(outs: Sequence[ValueFacts]) -> str | None:
 # shard_map: one program on many devices
 
 
-def plan_shard_map(frame: Frame, eqn: Equation, region: Region) -> Planned:
-    """A program on many devices."""
-    return _apart(frame, eqn, region, lambda _: _mapped, keep=True)
-
-
-def _apart(
-    frame: Frame,
-    eqn: Equation,
-    region: Region,
-    emitter: Callable[[Plan], Emit],
-    keep: bool = False,
+def plan_apart(
+    frame: Frame, eqn: Equation, region: Region, rules: "type[Rules] | None" = None
 ) -> Planned:
-    """A program that is planned apart: of numbers around it nothing is known in it."""
+    """A program on many devices, or with derivative rules of its own: planned apart.
+
+    Of numbers around it nothing is known in it.
+    """
     (program,) = inside(eqn)
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
-    plan = frame.planner.plan(program.closed, known, region, keep=keep)
+    plan = frame.planner.plan(program.closed, known, region, keep=rules is None)
     outs = [ValueFacts(k.dtype, product=k.product) for k in plan.outs]
     reads, writes = [None] * len(known), [k.dtype for k in outs]
-    return frame.step(eqn, reads, writes, inside=Inside((plan,), emitter(plan))), outs
+    emit = _mapped if rules is None else rules(frame.planner, eqn, plan).emit
+    return frame.step(eqn, reads, writes, inside=Inside((plan,), emit)), outs
 
 
 def _mapped(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
@@ -171,11 +166,6 @@ def _mapped(plans: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequ
 T = TypeVar("T")
 
 
-def plan_ruled(frame: Frame, eqn: Equation, region: Region, rules: "type[Rules]") -> Planned:
-    """Plan a call of such a function, with the rules of its kind."""
-    return _apart(frame, eqn, region, lambda plan: rules(frame.planner, eqn, plan).emit)
-
-
 class Half(NamedTuple):
     """A planned rule, or half of one, for one choice of what is differentiated."""
 
@@ -190,18 +180,25 @@ class Half(NamedTuple):
 class Rules:
     """The derivative rules of one equation, in the dtypes of the plan of what it calls."""
 
+    skip = 0  # how many of the first operands are constants, which are closed over
+
     def __init__(self, planner: Planner, eqn: Equation, plan: Plan) -> None:
         self.planner, self.eqn, self.plan = planner, eqn, plan
         self.floats: list[bool] = [is_inexact(var.aval) for var in eqn.invars]
         self.float_outs: list[bool] = [is_inexact(var.aval) for var in eqn.outvars]
         self.symbolic_zeros: bool = eqn.params.get("symbolic_zeros", False)
+        # One object, so that JAX's caches know it again.
+        self.whole = None if self.skip else self.function(())
 
     def emit(self, _: Sequence[Plan], step: Step, values: Sequence[object]) -> Sequence[object]:
         if self.plan.as_written and not self.plan.region.enabled:
             return bind(step, values)
-        return self.call(values)
+        consts, args = values[: self.skip], values[self.skip :]
+        outs: Sequence[object] = (self.whole or self.function(consts))(*args)
+        return outs
 
-    def call(self, values: Sequence[object]) -> Sequence[object]:
+    def function(self, consts: Sequence[object]) -> Callable[..., Sequence[object]]:
+        """The call as a function with these rules, of all but its constants."""
         raise NotImplementedError
 
     def original(self, *args: jax.Array) -> Sequence[jax.Array]:
@@ -249,13 +246,11 @@ class Forward(Rules):
     def __init__(self, planner: Planner, eqn: Equation, plan: Plan) -> None:
         super().__init__(planner, eqn, plan)
         self.half: Callable[..., Half] = cache(self.planned)
-        # One object, so that JAX's caches know it again.
-        self.function = jax.custom_jvp(self.primal())
-        self.function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
 
-    def call(self, values: Sequence[object]) -> Sequence[object]:
-        outs: Sequence[object] = self.function(*values)
-        return outs
+    def function(self, consts: Sequence[object]) -> Callable[..., Sequence[object]]:
+        function = jax.custom_jvp(self.primal(*consts))
+        function.defjvp(self.rule, symbolic_zeros=self.symbolic_zeros)
+        return function
 
     def rule(
         self, primals: Sequence[object], tangents: Sequence[object]
@@ -301,16 +296,10 @@ class Reverse(Rules):
     """
 
     def __init__(self, planner: Planner, eqn: Equation, plan: Plan) -> None:
+        self.skip = eqn.params.get("num_consts", 0)
         super().__init__(planner, eqn, plan)
-        self.skip: int = eqn.params.get("num_consts", 0)
         self.forward: Callable[..., Half] = cache(self.planned_forward)
         self.backward: Callable[..., Half] = cache(self.planned_backward)
-        self.whole = None if self.skip else self.function(())
-
-    def call(self, values: Sequence[object]) -> Sequence[object]:
-        consts, args = values[: self.skip], values[self.skip :]
-        outs: Sequence[object] = (self.whole or self.function(consts))(*args)
-        return outs
 
     def function(self, consts: Sequence[object]) -> Callable[..., Sequence[object]]:
         count = len(self.plan.outs)

@@ -140,7 +140,7 @@ def operands_of(flat: Sequence[Any], how: In8Bits) -> list[Any]:
     for x, part in zip(flat, how.both, strict=False):
         if part.shared:
             operands.append(Shared(x, Quantised(next(rest), next(rest))))
-        elif not ad.is_undefined_primal(x) and is_quantised(x):
+        elif not ad.is_undefined_primal(x) and jax.typeof(x).dtype.name in (E4M3, E5M2):
             operands.append(Quantised(x, next(rest)))
         else:
             operands.append(x)
@@ -158,14 +158,6 @@ def flattened(lhs: Value, rhs: Value, how: In8Bits) -> tuple[list[jax.Array], In
             rest += x.low
         parts.append(part._replace(shared=isinstance(x, Shared)))
     return [main(lhs), main(rhs), *rest], how._replace(both=(parts[0], parts[1]))
-
-
-IN_8_BITS = frozenset({E4M3, E5M2})
-
-
-def is_quantised(x: jax.Array) -> bool:
-    """True for an array of an 8-bit format."""
-    return jax.typeof(x).dtype.name in IN_8_BITS
 
 
 def quantised(x: jax.Array, recipe: Recipe, role: str, axes: Sequence[int]) -> Quantised:

@@ -49,9 +49,9 @@ TABLE: Mapping[str, Handler] = {
     "scan": control_flow.plan_loop,
     "while": control_flow.plan_loop,
     "cond": control_flow.plan_cond,
-    "shard_map": control_flow.plan_shard_map,
-    "custom_jvp_call": partial(control_flow.plan_ruled, rules=control_flow.Forward),
-    "custom_vjp_call": partial(control_flow.plan_ruled, rules=control_flow.Reverse),
+    "shard_map": control_flow.plan_apart,
+    "custom_jvp_call": partial(control_flow.plan_apart, rules=control_flow.Forward),
+    "custom_vjp_call": partial(control_flow.plan_apart, rules=control_flow.Reverse),
     function_calls.FUNCTION_CALL: function_calls.plan_function_call,
 }
 
@@ -78,7 +78,9 @@ def planned(frame: Frame) -> Plan:
         name = eqn.primitive.name
         if not here.enabled and name not in _HOLD_PROGRAMS:
             step, outs = frame.as_written(eqn)
-        elif name in jaxprs.HOLDERS and not all(map(_takes_arrays, jaxprs.inside(eqn))):
+        elif name in jaxprs.HOLDERS and not all(
+            compat.only_arrays(one.closed) for one in jaxprs.inside(eqn)
+        ):
             frame.planner.warn(name, _OTHER_TYPES)
             step, outs = frame.as_written(eqn)
         elif name in TABLE:
@@ -94,10 +96,6 @@ def planned(frame: Frame) -> Plan:
     if frame.casts:
         _CastPuller(frame).run()
     return _finished(frame)
-
-
-def _takes_arrays(program: jaxprs.Inner) -> bool:
-    return compat.only_arrays(program.closed)
 
 
 def _finished(frame: Frame) -> Plan:

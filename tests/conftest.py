@@ -37,6 +37,8 @@ FRAMEWORKS = ("torch", "jax")
 # Tests run in as many processes as there are cores. A thread more in each waits, at full load, for
 # the others. Set before torch is imported, here and in what a test starts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Likewise: where a test takes two threads, the one that waits leaves the core to the others.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # In the processes of pytest-xdist this is the width of a terminal; tables in tests have the width
 # that they have in a pipe.

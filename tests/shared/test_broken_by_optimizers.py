@@ -151,6 +151,7 @@ both = pytest.mark.parametrize("framework", FRAMEWORKS)
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
+@pytest.mark.one_in(2)
 @both
 @each
 def test_locate_audit_and_catch_say_the_same(framework: str, case: Case) -> None:

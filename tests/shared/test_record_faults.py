@@ -21,7 +21,7 @@ from polymp.diagnostics.record_pairs import EXPLAINED, Compared
 from polymp.diagnostics.run_record import GRADIENT, INPUT, RESULT, UPDATE, RunRecord
 from tests.conftest import need
 from tests.support.decoder import FAULTS, IN_REGIONS, Config
-from tests.support.sizes import FULL, LONG, size
+from tests.support.sizes import FULL, LONG
 
 # In `make test` all is of one width: JAX has a third fewer programs to compile.
 WIDTHS = {} if LONG else {"hidden": 48, "words": 48}
@@ -255,12 +255,12 @@ def test_no_false_alarm(name: str) -> None:
     assert max(shares(comparison)) > 0, "the two are one"
 
 
-@pytest.mark.sized
+@pytest.mark.long
 @pytest.mark.parametrize("name", IN_TORCH)
 def test_no_false_alarm_with_other_weights_and_data(name: str) -> None:
     """The largest share of what is allowed tells how much the tolerance has to spare."""
     worst = []
-    for one, other in PAIRS[name].records(*range(1, 201 if FULL else size(2, 21))):
+    for one, other in PAIRS[name].records(*range(1, 201 if FULL else 21)):
         comparison = polymp.compare(one, other)
         assert comparison.explained, str(comparison)
         worst.append(max(shares(comparison)))

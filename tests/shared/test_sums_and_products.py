@@ -268,6 +268,7 @@ OWN_JAX = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("policy", ["amp", "lean", "matmul", "torch-cpu", "torch-cuda", *OWN_JAX])
 @pytest.mark.parametrize("inside", [False, True], ids=["gradient of a region", "inside"])
 def test_gradients_of_what_is_read_often_in_jax(policy: str, inside: bool) -> None:

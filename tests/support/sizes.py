@@ -40,8 +40,10 @@ LONGEST = tuple(
     shared/test_sums_and_products.py jax/diagnostics/test_audit.py site/test_docs.py
     core/cli/test_check.py jax/autocast/test_libraries.py torch/modules/test_scoped.py
     shared/test_broken_by_optimizers.py site/test_package.py shared/test_fp8.py
-    jax/weights/test_low_weights.py torch/diagnostics/test_explain.py
-    jax/weights/test_freeze_serving.py core/cli/test_command_line.py
-    jax/diagnostics/test_explain.py
+    jax/weights/test_low_weights.py torch/weights/test_low_training.py
+    torch/weights/test_freeze_models.py torch/autocast/test_policies.py
+    torch/autocast/test_random_policies.py jax/autocast/test_random_policies.py
+    torch/diagnostics/test_explain.py jax/weights/test_freeze_serving.py
+    core/cli/test_command_line.py jax/diagnostics/test_explain.py
     """.split()
 )

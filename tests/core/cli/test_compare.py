@@ -11,11 +11,10 @@ from tests.support.commands import process
 @pytest.fixture
 def files(tmp_path):
     """Records in the folder that the command runs in: the same twice, and another epsilon."""
-    one, again = run_records.pair()
-    run_records.written(tmp_path / "one.rec", one)
-    run_records.written(tmp_path / "again.rec", again)
-    *_, other = run_records.pair(epsilon=1e-3)
-    run_records.written(tmp_path / "other.rec", other)
+    made = dict(zip(("one", "again"), run_records.pair(), strict=True))
+    made["other"] = run_records.pair(epsilon=1e-3)[1]
+    for name, record in made.items():
+        run_records.written(tmp_path / f"{name}.rec", record)
     return tmp_path
 
 

@@ -194,6 +194,7 @@ def test_programs_on_our_own_kernels(torchs: run_programs.Child) -> None:
     assert all(kinds[kind] >= count / 3 for kind in KINDS), kinds
 
 
+@pytest.mark.long
 def test_wrong_runs_are_told_from_right_ones(torchs: run_programs.Child) -> None:
     """The random programs reach every mistake of `run_programs`, and the comparison sees it."""
     unseen = run_programs.LIBRARIES.keys() - {"Correct"}

@@ -250,6 +250,7 @@ def block(net: nn.Module, probes: int | None) -> Any:
     return nullcontext() if probes is None else record(None, net, probes=probes)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_run_computes_the_same_bits(kind: str) -> None:
     def run(probes: int | None) -> list[torch.Tensor]:
@@ -372,6 +373,7 @@ def spreads(arrays: tuple[RecordedArray, ...]) -> Any:
     return np.sqrt(np.square([a.spread[PROJECTIONS] for a in arrays]).mean(1))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("low", [None, torch.bfloat16])
 def test_spreads_are_those_of_runs_with_other_rounding(low: torch.dtype | None) -> None:
     base = Training(low=low).recorded().arrays

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, Ran, numbers_in
+from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, Ran
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import (
     BinTable,
@@ -87,7 +87,7 @@ class AuditBlock(Audit):
         super().__init__()
         self._entered = False
         self._seen = AuditValues(model, scaler)
-        self._stream = OpStream(model, self._seen, counts=False, floats=numbers_in)
+        self._stream = OpStream(model, self._seen, counts=False)
 
     def __enter__(self) -> Audit:
         if self._entered:

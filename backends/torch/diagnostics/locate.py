@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
-from polymp.backends.torch.diagnostics.op_call import Ran, facts_of, numbers_in, tensors
+from polymp.backends.torch.diagnostics.op_call import Ran, facts_of, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real
 from polymp.backends.torch.scaler.device_state import AsyncRead
@@ -82,7 +82,7 @@ def locate(
         model = next((leaf for leaf in (step_fn, *leaves) if isinstance(leaf, nn.Module)), None)
     known = all(isinstance(leaf, _KNOWN) for leaf in leaves)  # an object may have tensors
     values = LocateValues(model, leaves if known else None)
-    stream = OpStream(model, values, counts=False, floats=numbers_in)
+    stream = OpStream(model, values, counts=False)
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())), stream:
             step_fn(*args, **kwargs)

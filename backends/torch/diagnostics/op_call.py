@@ -3,10 +3,10 @@
 import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -20,9 +20,6 @@ from polymp.diagnostics.call_record import Call
 from polymp.dtypes import FORMATS, widest
 from polymp.rules.row import Row
 from polymp.rules.vocabulary import vocabulary
-
-# Of most calls: one object for all of them.
-_NOTHING: Mapping[str, int] = MappingProxyType({})
 
 _SCALING = frozenset(
     module.__file__ for module in (optimizer_step, grad_scaler, device_state, unscale)
@@ -58,8 +55,7 @@ class OpCall:
     outputs: tuple[str, ...] = ()  # dtypes of its float results
     casts: int = 0  # the number of casts
     cast_bytes: int = 0  # bytes read and written by them
-    # the number of casts that were not needed, by reason.
-    saved: Mapping[str, int] = field(default_factory=lambda: _NOTHING)
+    cached: int = 0  # the number of casts of parameters that were not needed
     flops: int = 0  # of products, convolutions and attention
     kept: int = 0  # bytes of float32 kept for backward
     recipe: str = ""  # of a product in 8 bits, "" of others
@@ -97,16 +93,16 @@ class OpCall:
         self.outputs = made or self.outputs
         self.ops += 1
 
-    def spared(self, given: Any) -> None:
+    def spared(self, given: Iterable[torch.Tensor]) -> None:
         """Note casts of parameters that were not needed: it ran low, and none was made."""
         low = dtype_names.DTYPES.get(self.region)
         if self.row is None or not self.run or set(self.run) != {self.region}:
             return
-        for t in float_tensors(given):
+        for t in given:
             if t.is_leaf and t.dtype is torch.float32 is not low:
                 key = modes.storage_key(t)  # 0 of what torch.func wraps
                 if key and key not in self.cast_storages:
-                    self.saved = {**self.saved, "cached": self.saved.get("cached", 0) + 1}
+                    self.cached += 1
 
 
 def call_of(op_call: OpCall) -> Call:
@@ -125,7 +121,7 @@ def call_of(op_call: OpCall) -> Call:
         op_call.outputs,
         op_call.casts,
         op_call.cast_bytes,
-        tuple(op_call.saved.items()),
+        (("cached", op_call.cached),) if op_call.cached else (),
         op_call.flops,
         op_call.kept,
         recipe=op_call.recipe,
@@ -150,6 +146,8 @@ class OpFacts(NamedTuple):
     # 0, or 0, 1 and -1, if a number that it is given keeps its result away from these.
     keeps: frozenset[float]
     copies_as: str  # its name if it copies numbers as they are, else ""
+    draws: bool  # True if it makes random numbers
+    lists: bool  # True if it takes lists of tensors, as those of optimizers do
 
 
 @dataclass(eq=False, slots=True)
@@ -187,6 +185,8 @@ def facts_of(func: torch._ops.OpOverload) -> OpFacts:
         distributed.receives(func),
         op_facts.KEEPS.get(name, frozenset()),
         name if name in op_facts.COPIES else "",
+        torch.Tag.nondeterministic_seeded in func.tags,
+        name.startswith(("_foreach_", "_fused_", "_amp_")),
     )
 
 
@@ -357,23 +357,18 @@ def _name(filename: str) -> str:
 def _kind(filename: str) -> str:
     """Return the kind of a file: "user", "engine", "checkpoint", "update", ..., "library"."""
     if filename.startswith(_TORCH):
-        end = filename.removeprefix(_TORCH)
-        if end.startswith(_OPTIM):
-            return "update"
-        if end.startswith(_FSDP):
-            return "fsdp"
-        return _TORCH_S.get(end, "library")
+        end = Path(filename.removeprefix(_TORCH)).as_posix()
+        return next((kind for start, kind in _TORCH_S.items() if end.startswith(start)), "library")
     if filename in _SCALING:
         return "update"
     return "library" if code_origin.is_library(filename) else "user"
 
 
 _TORCH_S = {
-    str(Path("autograd", "graph.py")): "engine",
-    str(Path("utils", "checkpoint.py")): "checkpoint",
-    str(Path("amp", "grad_scaler.py")): "update",
-    str(Path("_inductor", "output_code.py")): "compiled",
+    "autograd/graph.py": "engine",
+    "utils/checkpoint.py": "checkpoint",
+    "amp/grad_scaler.py": "update",
+    "optim/": "update",
+    "distributed/fsdp/_fully_shard/": "fsdp",
+    "_inductor/output_code.py": "compiled",
 }
-
-_OPTIM = "optim" + os.sep
-_FSDP = str(Path("distributed", "fsdp", "_fully_shard")) + os.sep

@@ -37,6 +37,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     float_tensors,
     is_cast,
     name_of,
+    numbers_in,
     running,
 )
 from polymp.backends.torch.scaler.optimizer_step import closure_of
@@ -159,7 +160,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         model: nn.Module | None,
         subscriber: Subscriber | None = None,
         counts: bool = True,
-        floats: Callable[..., list[torch.Tensor]] = float_tensors,
         compiled: bool = False,  # True to let compiled code run as it is; else it runs uncompiled
     ) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self.region: tuple[str, str] = ("", "")  # low dtype and policy of the first that was met
         self.looks_away: int = 0  # while it follows nothing, the thread that had it look away
         self.counts = counts  # False if nobody uses dtypes, casts and FLOPs, and `calls`
-        self.floats = floats  # from trees to the tensors in them that are followed
+        self.floats = float_tensors if counts else numbers_in  # from trees to what is followed
         self._call_sites = CallSites(model)
         # Each autograd node that is made while ops run, with the call that made it: when the engine
         # runs it, the ops in it are the backward of that call.
@@ -200,12 +200,11 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         place, direction, origin = self.where(sys._getframe(1))
         if origin is not None:  # a part of the backward of another call, in a region
             return run(*args)
-        given = args[-2:]
         overload = entry.spelling.removeprefix("aten:")
         op = entry.op or name_of(overload, overload.partition(".")[0])
-        inputs = dtypes(float_tensors(given)) if self.counts else ()
+        given = float_tensors(args[-2:]) if self.counts else []
         op_call = self._noted(
-            OpCall(op, entry.spelling, place, direction, entry.low, entry.row, inputs,
+            OpCall(op, entry.spelling, place, direction, entry.low, entry.row, dtypes(given),
                    recipe=entry.recipe, fallback=entry.fallback)
         )  # fmt: skip
         self._open.append(op_call)

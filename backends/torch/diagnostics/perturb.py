@@ -70,7 +70,7 @@ class Moved(Subscriber):
 
 def moved(seed: int) -> OpStream:
     """Return a context in which the results of ops are moved."""
-    return OpStream(None, Moved(seed), counts=False, floats=numbers_in)
+    return OpStream(None, Moved(seed), counts=False)
 
 
 class Program:

@@ -252,10 +252,9 @@ class _Step(Subscriber):
                     continue
                 own = distributed.local(t.detach())
                 self._named.setdefault(modes.storage_key(own), (name, own))
-            for name, t in model.named_buffers():
-                b = distributed.local(t.detach())
-                if t.is_floating_point() and has_values(b) and t.numel() <= _LARGEST:
-                    self._statistics[name] = b
+                buffer = name not in self._parameters and t.is_floating_point()
+                if buffer and has_values(own) and t.numel() <= _LARGEST:
+                    self._statistics[name] = own
         # Of these, and of parameters that an optimizer steps: their numbers before, and in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._settings: dict[str, dict[str, Any]] = {}
@@ -271,7 +270,7 @@ class _Step(Subscriber):
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
             unread: Collection[int] = ()
-            if writes and (ran.func is torch.ops.aten.copy_.default or _draws(ran.func)):
+            if writes and (ran.func is torch.ops.aten.copy_.default or ran.facts.draws):
                 unread = {*map(id, ran.into)}  # they do not read what they write
             elif writes:
                 unread = {*map(id, ran.into)} & {*map(id, ran.kwargs.values())}
@@ -328,7 +327,7 @@ class _Step(Subscriber):
             return
         norm = self._probes.after(ran, result)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
-        lists = _takes_lists(ran.func)
+        lists = ran.facts.lists
         # In a backward pass some make no gradient, such as the factor 2 * x of a square.
         computes = op_call.direction != BACKWARD or ran.gradient
         computes = computes and not (lists or ran.facts.copies_as)
@@ -598,19 +597,6 @@ class _Step(Subscriber):
         counts = zeros, bad, float(own) if rms else 0.0
         named = *array.of, *ran, dtype, tuple(array.shape)
         return RecordedArray(*named, *counts, reads, numbers, by, times)
-
-
-@cache
-def _draws(func: torch._ops.OpOverload) -> bool:
-    """Return whether an op fills what it writes with random numbers."""
-    return torch.Tag.nondeterministic_seeded in func.tags
-
-
-@cache
-def _takes_lists(func: torch._ops.OpOverload) -> bool:
-    """Return whether an op takes lists of tensors, as those of optimizers do."""
-    name: str = func.overloadpacket.__name__
-    return name.startswith(("_foreach_", "_fused_", "_amp_"))
 
 
 def _plain(group: Mapping[str, Any]) -> Iterable[tuple[str, float | bool | str]]:

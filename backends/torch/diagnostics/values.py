@@ -574,7 +574,7 @@ def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
     """
     if ran.casts:
         return ran.reads[0]
-    if torch.Tag.nondeterministic_seeded in ran.func.tags or not dispatcher.repeatable(ran.func):
+    if ran.facts.draws or not dispatcher.repeatable(ran.func):
         return None
 
     def wide(leaf: Any) -> Any:

@@ -106,7 +106,6 @@ def register_op(
     """Register an op of one's own, so that policies decide for it and regions cast its inputs.
 
         register_op("my_norm", "fp32", torch="mylib::my_norm", jax=my_norm)
-        my_norm = register_op("my_norm", "fp32", torch=MyNorm.apply)  # an autograd.Function
 
     In an enabled region its inputs are cast as the rule says, and the ops inside it run in these
     dtypes; backward runs in the dtypes of forward. A policy may give it another rule. Register it
@@ -118,15 +117,12 @@ def register_op(
         rule: of policies that have no row for it: lower, fp32, fp32_keep, widest, first, keep,
             forbid or parts.
         torch: an op of `torch.library`: "mylib::my_op", a list of such names, or what
-            `torch.library.custom_op` returned; or a Python function or the `apply` of an
-            `autograd.Function`, which runs with autocast off and gets its inputs in the dtype of
-            the rule.
+            `torch.library.custom_op` returned.
         jax: a primitive, or a function: plain, jitted, `jax.custom_jvp` or `jax.custom_vjp`.
         kind: its class, for rows of "class:KIND".
 
     Returns:
-        What is called: of a Python function or an `apply` of torch, a function in its place that
-        asks the policy. Of everything else what was given, `torch` before `jax`.
+        What was given, `torch` before `jax`.
 
     Raises:
         PolicyError: the name or a spelling is taken, the rule or class unknown, torch has no such
@@ -147,12 +143,11 @@ def register_op(
         vocabulary().check(f"class:{kind}", where)
     if torch is None and jax is None:
         raise TypeError(f"{where}: no op was given. Write torch=..., jax=..., or both.")
-    op, called = Op(name, kind, rule=known), jax
+    op = Op(name, kind, rule=known)
     if torch is not None:
         from polymp.backends.torch.autocast import custom_ops
 
-        aten, called = custom_ops.spelled(torch, name, where)
-        op = replace(op, aten=aten)
+        op = replace(op, aten=custom_ops.spelled(torch, where))
     if jax is not None:
         from polymp.backends.jax.autocast.known_functions import FUNCTIONS, spelled
 
@@ -163,4 +158,4 @@ def register_op(
         custom_ops.install(op.aten)
     if op.functions:
         FUNCTIONS.add(jax, name)
-    return called
+    return jax if torch is None else torch

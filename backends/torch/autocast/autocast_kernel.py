@@ -27,14 +27,7 @@ from polymp.backends.torch.autocast import (
     regions,
     torch_table,
 )
-from polymp.backends.torch.compat import (
-    dispatcher,
-    dynamo,
-    modes,
-    optimizers,
-    tree_leaves,
-    tree_map_only,
-)
+from polymp.backends.torch.compat import dispatcher, dynamo, modes, tree_leaves, tree_map_only
 from polymp.errors import ForbiddenOpError
 from polymp.fp8 import RECIPES
 from polymp.rules import decision_log
@@ -66,7 +59,7 @@ def make(name: str, device: str, key: str) -> Function | None:
     def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
         if writes:
             region_casts.writing(kwargs.get("out", args[0]))
-        in_region = on_device.in_region(regions.in_force(device))
+        in_region = on_device.in_region(regions.in_force(device), args)
         if (recorder := decision_log.current()) is not None:
             entry = on_device.log_entry(in_region, args)
             return recorder.around(entry, run, in_region, keys, args, kwargs)
@@ -75,8 +68,7 @@ def make(name: str, device: str, key: str) -> Function | None:
     def run(in_region: OpInRegion, keys: torch._C.DispatchKeySet, args: Any, kwargs: Any) -> Any:
         row, agrees = in_region.row, in_region.agrees
         if agrees and replaced is not None:
-            if in_region.as_mul is None or op_facts.adds_up(name, args):
-                return replaced.call_boxed(keys, *args, **kwargs)
+            return replaced.call_boxed(keys, *args, **kwargs)
         # The op runs as if it had no kernel here; ops inside it have their rules. While a record is
         # made, every op has one, also where torch, which has none, does as the row says; the record
         # has such an op as a whole.
@@ -126,7 +118,7 @@ def make_in_front(name: str) -> Function | None:
         if device not in torch_table.DEVICES or not torch.is_autocast_enabled(device):
             return call(*args, **kwargs)
         on_device, region = op_on(name, device), regions.in_force(device)
-        in_region = on_device.in_region(region)
+        in_region = on_device.in_region(region, args)
         row, key = in_region.row, dispatcher.autocast_key(device)
         if row is None or region.policy is None or key is None:
             return call(*args, **kwargs)
@@ -172,8 +164,9 @@ class OpInRegion:
     row: Row | None  # the row that won; None if the policy has no row for the op
     agrees: bool  # whether torch's own kernel does the same
     decision: Decision | None  # if it does not depend on the dtypes of the inputs
-    as_mul: Row | None  # for calls in which a product adds nothing up; None if `row` holds for all
     may_add: bool  # whether it may add up in the dtype of a low result, where it writes or reads
+    as_mul: Row | None = None  # the row of a multiplication, which decides in place of `row`
+    unsummed: "OpInRegion | None" = None  # for calls in which a product adds nothing up
 
 
 @cache
@@ -203,31 +196,34 @@ class OpOnDevice:
         # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
         self._written = [at for at, a in enumerate(schema) if a.name.startswith("running_")]
         self._with_low_input: Sequence[int] = range(1, len(schema)) if self._written else ()
-        self._prepare = recurrent_arguments(name, device)
         self._in_regions: dict[int, OpInRegion] = {}
 
-    def in_region(self, region: Region) -> OpInRegion:
-        """Return the op's row in a region, and what follows from it."""
+    def in_region(self, region: Region, args: Sequence[Any] | None = None) -> OpInRegion:
+        """Return the op's row in a region, for a call with these arguments."""
         known = self._in_regions.get(id(region))
         if known is None or known.region is not region:
             known = self._in_regions[id(region)] = self._looked_up(region)
+        unsummed = known.unsummed
+        if unsummed is not None and args is not None and not op_facts.adds_up(self.name, args):
+            return unsummed
         return known
 
     def _looked_up(self, region: Region) -> OpInRegion:
         name, device, dtype = self.name, self.device, region.dtype
-        as_mul = None
+        unsummed = None
         if region.policy is None:
             policy, row = torch_table.policy(device), torch_table.row(device, name, dtype)
             agrees = "::" not in name
         else:
             policy, row = region.policy, torch_table.table(region.policy, dtype, device).get(name)
             agrees = torch_table.agrees(device, policy, name, dtype)
-            as_mul = torch_table.as_mul(device, policy, name, dtype)
+            if as_mul := torch_table.as_mul(device, policy, name, dtype):
+                unsummed = OpInRegion(region, policy, row, False, None, False, as_mul)
         decision, fixed = None, (Rule.LOWER, Rule.FP8, Rule.FP32, Rule.KEEP)
         if row is not None and row.rule in fixed and not self._steps:
             decision = policy.apply(row, (), dtype)
         may_add = self._steps or name in op_facts.WRITES
-        return OpInRegion(region, policy, row, agrees, decision, as_mul, may_add)
+        return OpInRegion(region, policy, row, agrees, decision, may_add, None, unsummed)
 
     def dtypes(self, args: Sequence[Any]) -> list[str]:
         """Return the dtypes of the inputs that count for a rule, in order."""
@@ -244,7 +240,7 @@ class OpOnDevice:
     def decide(self, in_region: OpInRegion, args: Sequence[Any]) -> Decision:
         """Return the decision for a call."""
         low, policy, row = in_region.region.dtype, in_region.policy, in_region.row
-        if in_region.as_mul is not None and not op_facts.adds_up(self.name, args):
+        if in_region.as_mul is not None:
             as_mul = policy.apply(in_region.as_mul, self.dtypes(args), low)
             return as_mul._replace(rule=Rule.LOWER)
         assert row is not None, "an op without a row is not run by one"
@@ -267,10 +263,8 @@ class OpOnDevice:
         asked = tuple(self.dtypes(args))
         entry = decision_log.Entry(*at, row, asked, decision, in_region.policy.name)
         if decision.rule is not Rule.FP8:
-            unsummed = in_region.as_mul is not None and not op_facts.adds_up(name, args)
-            return entry._replace(
-                fallback="it adds nothing up: a multiplication" if unsummed else ""
-            )
+            as_mul = "it adds nothing up: a multiplication" if in_region.as_mul else ""
+            return entry._replace(fallback=as_mul)
         recipe = RECIPES[in_region.policy.fp8]
         why = fp8_product.why_not(name, region, recipe, args)
         return entry._replace(recipe="" if why else recipe.name, fallback=why)
@@ -280,7 +274,7 @@ class OpOnDevice:
     ) -> Any:
         """Run a call by the op's row in a region, with autocast excluded."""
         name, device, decision = self.name, self.device, in_region.decision
-        if decision is None or in_region.may_add or in_region.as_mul is not None:
+        if decision is None or in_region.may_add:
             decision = self.decide(in_region, args)
             if decision.rule is Rule.FORBID:
                 assert in_region.row is not None, "it decided"
@@ -314,8 +308,8 @@ class OpOnDevice:
         written_to = kwargs.get("out", args[0]) if self._into else None
         if written_to is not None and written_to.dtype is not args[0].dtype:
             return call(*args, **kwargs)  # torch refuses it
-        if self._prepare is not None:
-            args = self._prepare(args, dtype)
+        if name == "_cudnn_rnn" and any(w.dtype is not dtype for w in args[1]):
+            args = (*args[:3], None, *args[4:])  # the buffer of the weights as they were
         # Last first, as torch's own kernels come to do it: autograd adds gradients up in the order
         # in which the casts were made.
         if kwargs:
@@ -380,80 +374,3 @@ def forbid(policy: Policy, row: Row, name: str, asked: Sequence[str]) -> NoRetur
         f"policy {policy.name!r} forbids {name!r}, called here with ({', '.join(asked)}). "
         f"{use} another rule in the policy."
     )
-
-
-# The weights of recurrent layers on CUDA, cast into the one buffer that cuDNN reads.
-#
-# cuDNN wants all weights of a layer in one buffer, in an order of its own. A model's parameters
-# lie in such a buffer. Casts that are made one by one do not: torch warns, and puts them
-# together at every call.
-
-
-Prepare = Callable[[Sequence[Any], torch.dtype], Sequence[Any]]
-
-
-# By op: cuDNN's number for the kind of cell (torch v2.13 torch/backends/cudnn/rnn.py), and how many
-# gates it has.
-_CELLS = {"rnn_relu": (0, 1), "rnn_tanh": (1, 1), "lstm": (2, 4), "gru": (3, 3)}
-
-
-@cache
-def recurrent_arguments(name: str, device: str) -> Prepare | None:
-    """Return a function that changes an op's arguments before they are cast; None without one."""
-    if device != "cuda":
-        return None
-    if name == "_cudnn_rnn":
-        return _without_buffer
-    base, _, variant = name.partition(".")
-    if base not in _CELLS or variant not in ("input", "data"):
-        return None
-    return lambda args, dtype: _together(base, variant, args, dtype)
-
-
-def _without_buffer(args: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
-    """Take the buffer of weights out of the arguments of `_cudnn_rnn`, if weights will be cast.
-
-    The kernel then makes the buffer from the weights.
-    """
-    _, weights, _, buffer, *_ = args
-    if buffer is None or not _changes(weights, dtype):
-        return args
-    return (*args[:3], None, *args[4:])
-
-
-def _together(base: str, variant: str, args: Sequence[Any], dtype: torch.dtype) -> Sequence[Any]:
-    """Cast the weights among the arguments of a recurrent layer into one buffer."""
-    at = 2 if variant == "input" else 3  # sequences of several lengths have their sizes in between
-    weights = args[at]
-    if len(args) <= at + 5 or not weights or not _changes(weights, dtype) or modes.is_recorded():
-        return args
-    first, wants = weights[0], torch.is_grad_enabled()
-    with torch.inference_mode(False), torch.set_grad_enabled(wants):  # the first turns it on
-        lows = [w.to(dtype) for w in weights]
-    if not torch.cudnn_is_acceptable(lows[0]):
-        return args  # torch will not run cuDNN on it either
-    has_biases, layers, *_ = args[at + 1 :]
-    both = bool(args[at + 5])
-    mode, gates = _CELLS[base]
-    per_layer = len(weights) // (layers * (2 if both else 1))
-    projects = per_layer == (5 if has_biases else 3)
-    with torch.inference_mode(False), torch.no_grad(), torch.cuda.device_of(first):
-        optimizers.flatten_rnn_weights(
-            lows,
-            per_layer,
-            first.size(1),
-            mode,
-            first.size(0) // gates,
-            lows[per_layer - 1].size(0) if projects else 0,
-            layers,
-            variant == "input" and bool(args[at + 6]),
-            both,
-        )
-    return (*args[:at], lows, *args[at + 1 :])
-
-
-def _changes(weights: Sequence[torch.Tensor], dtype: torch.dtype) -> bool:
-    """Return whether all weights are of one dtype, another one, that a region casts."""
-    dtypes = {w.dtype for w in weights}
-    wide = torch.float64 in dtypes or not all(d.is_floating_point for d in dtypes)
-    return dtypes != {dtype} and len(dtypes) == 1 and not wide

@@ -1,4 +1,4 @@
-"""torch.optim and torch.nn: steps, state and hooks; torch.amp's scaler; modules."""
+"""torch.optim and torch.nn: steps, state and hooks of optimizers; calls of modules."""
 
 import inspect
 from collections.abc import Iterator
@@ -118,14 +118,6 @@ def _lists_of(kind: type[torch.optim.Optimizer]) -> int | None:
     if make is None or not inspect.unwrap(make).__module__.startswith("torch.optim"):
         return None
     return len(inspect.signature(inspect.unwrap(make)).parameters) - 2
-
-
-# torch.nn: calls of modules, recurrent weights.
-
-
-def flatten_rnn_weights(weights: list[torch.Tensor], *options: Any) -> None:
-    """Move a recurrent layer's weights into one buffer for cuDNN, as `flatten_parameters` does."""
-    torch._cudnn_rnn_flatten_weight(weights, *options)
 
 
 # A module's call is its `_call_impl`.

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 from polymp.backends.torch.autocast import kernel_registry, torch_table
@@ -34,8 +35,8 @@ def all_python(device: str) -> Iterator[None]:
     unused = torch_table.kernels(device) - torch_table.BUILDS.keys()
     looked_up = OpOnDevice.in_region
 
-    def without_torch(op: OpOnDevice, region: Region) -> OpInRegion:
-        found = looked_up(op, region)
+    def without_torch(op: OpOnDevice, region: Region, args: Any = None) -> OpInRegion:
+        found = looked_up(op, region, args)
         raises = found.row is not None and found.row.rule is Rule.FORBID  # torch's own error
         return found if raises or op.name not in unused else replace(found, agrees=False)
 

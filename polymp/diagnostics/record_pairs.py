@@ -10,15 +10,14 @@ the numbers themselves. Without probes, `spread` is an estimate: each call's own
 what it reads, as far as the magnitudes tell.
 
     partner   the array of the other run that one is held against: that in its place of the program,
-              by module, op, shape and order, or its twin
+              by module, op, shape and order, or its twin, or what is its counterpart for sure,
+              with other values: the update of one parameter
     twin      the array of the other run that has the same values, but for rounding
-    passed    what only one run has, but what reads it has a twin: it vouches for what it reads
-    doubtful  a twin that is so nearly none that it may be one by chance: it vouches for nothing
-              that another reader does not
+    passed    what only one run has, but all that reads it has a twin, or is passed itself
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,7 +63,6 @@ _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
-
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
@@ -309,7 +307,8 @@ class Pairs:
         # Of the other run: the arrays whose values the first one has.
         rest = {*range(len(other.arrays))}.difference(self.partner.values())
         self.found = {*self.twins.values(), *filter(self._has_twin, rest)}
-        self._add_ends()
+        left = [i for i in range(len(one.arrays)) if i not in self.partner]
+        self._add((i, k) for i in left for k in (*self._of_parameter(i), *self._masked(i)))
 
     @np.errstate(over="ignore", invalid="ignore")
     def differences(self, i: int, j: Any) -> tuple[Any, Any]:
@@ -421,16 +420,10 @@ class Pairs:
         modules = {self.one.modules[i], self.other.modules[j]}
         return len(modules) == 1 or not modules <= self.shared
 
-    def _add_ends(self) -> None:
+    def _add(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Pair what has one counterpart in the other run, even where that has other values."""
-        left = [i for i in range(len(self.one.arrays)) if i not in self.partner]
-        ends = [(i, k) for i in left for k in (*self._of_parameter(i), *self._masked(i))]
         taken = {*self.partner.values()}
-        rest = (i for i in left if self.one.arrays[i].kind == RESULT)
-        theirs = [k for k in self.other.results if k not in taken]
-        both = ((i, k) for i in rest for k in theirs if self._compiled_alike(i, k))
-        ends += sorted(both, key=lambda pair: self.differences(*pair)[0][PROJECTIONS].max())
-        for i, k in ends:
+        for i, k in pairs:
             if i not in self.partner and k not in taken:
                 self.partner[i] = k
                 taken.add(k)
@@ -460,15 +453,21 @@ class Pairs:
                 if alike and k not in self.found and other.masks(k):
                     yield k
 
-    def _compiled_alike(self, i: int, k: int) -> bool:
-        """True if one of two results is of compiled code, and the other one may be its end."""
-        one, other = self.one.arrays[i], self.other.arrays[k]
-        alike = (one.shape, one.direction) == (other.shape, other.direction)
-        return alike and COMPILED in (one.name, other.name)
+    def _compiled(self, ours: set[int], theirs: set[int]) -> list[tuple[int, int]]:
+        """Results of compiled code that are off, with those of their shape, the nearest first."""
+        one, other, taken = self.one.arrays, self.other.arrays, {*self.partner.values()}
+        off = {i for i in self.one.results if one[i].name == COMPILED} - ours
+        off_there = {k for k in self.other.results if other[k].name == COMPILED} - theirs
+        calls = [k for k in self.other.results if k not in taken]
+        rest = (i for i in self.one.results if i not in self.partner)
+        pairs = ((i, k) for i in rest for k in calls if i in off or k in off_there)
+        alike = [(i, k) for i, k in pairs if _end_of(one[i]) == _end_of(other[k])]
+        return sorted(alike, key=lambda pair: self.differences(*pair)[0][PROJECTIONS].max())
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
         ours, theirs = self._passed()
+        self._add(self._compiled(ours, theirs))
         rows: list[Compared] = []
         for i, j in self._places():
             if i is not None and j is not None:
@@ -671,6 +670,11 @@ def _after_backward(arrays: Sequence[RecordedArray]) -> set[int]:
         if a.kind == RESULT and a.direction != BACKWARD and any(back):
             late.add(i)
     return late
+
+
+def _end_of(a: RecordedArray) -> tuple[Any, ...]:
+    """In which the result of compiled code and the last call in it agree."""
+    return a.shape, a.direction
 
 
 def _is_returned(a: RecordedArray) -> bool:

@@ -62,7 +62,6 @@ _ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
-_NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
@@ -146,10 +145,6 @@ class Side:
         for i, a in enumerate(step.arrays):
             for source in a.reads:
                 self.readers[source].append(i)
-
-    def above_noise(self, i: int) -> bool:
-        """True if an array is more than rounding, which the gradient of a key's bias is."""
-        return not self.spread[i][RMS] > _NOISE * self.rms[i]
 
     def masks(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
@@ -504,15 +499,9 @@ class Pairs:
         """Of both runs, the arrays that need no counterpart."""
         shared = self.shared if self.ported else set()
         left = self._not_comparable() if self.by_values else set()
-        sides = (
-            (self.one, {*self.twins}, left.union(self.partner)),
-            (self.other, self.found, self.found.union(self.partner.values())),
-        )
-        ours, theirs = (
-            _vouched_for(side, kept, {*filter(side.above_noise, same)}, shared)
-            for side, same, kept in sides
-        )
-        return ours | left, theirs | self.found
+        ours = _vouched_for(self.one, left.union(self.partner), {*self.twins}, shared)
+        kept = self.found.union(self.partner.values())
+        return ours | left, _vouched_for(self.other, kept, self.found, shared)
 
     def _not_comparable(self) -> set[int]:
         """Updates and gradients of inputs that only the first run has, and what these alone read.

@@ -254,6 +254,10 @@ def compare(
             '{"model.layers": "blocks"}: from the other record\'s paths to those of the first.'
         )
     sides = [_records(record) for record in (one, other)]
+    if sides[0][0].name == sides[1][0].name:  # in two folders
+        for path, side in zip((one, other), sides, strict=True):
+            if not isinstance(path, RunRecord):
+                side[:] = [r._replace(name=str(Path(path).with_name(r.name))) for r in side]
     if len(sides[0]) != len(sides[1]):
         raise RecordError(
             f"{sides[0][0].name!r} has {text_table.plural(len(sides[0]), 'rank')}, "

@@ -27,9 +27,10 @@ def assert_fits(
         assert_fits(model, x, dtype="float16")
         assert_fits(jax.grad(loss), params, x, dtype="float16")
 
-    The call runs once in a region, and `audit` measures it, with the gradients that it takes. It
-    does not fit if a value becomes Inf or NaN, if an op or a constant loses most of its values, or
-    if the audit suggests a row, another dtype or a loss scale.
+    The call runs once in a region, and `audit` measures it, with the gradients that it takes;
+    buffers, such as running means, are put back. It does not fit if a value becomes Inf or NaN, if
+    an op or a constant loses most of its values, or if the audit suggests a row, another dtype or a
+    loss scale.
 
     Args:
         fn: a module or a function.
@@ -76,9 +77,11 @@ def _in_torch(
 
     from polymp.backends.torch.autocast import torch_table
     from polymp.backends.torch.diagnostics.explain import open_region
+    from polymp.backends.torch.diagnostics.perturb import buffers_kept
     from polymp.torch import audit
 
     with audit(fn if isinstance(fn, torch.nn.Module) else None) as measured, ExitStack() as region:
+        region.enter_context(buffers_kept(fn))
         device = open_region((fn, args, kwargs), getattr(torch, low), policy, region)
         fn(*args, **kwargs)
     return measured, torch_table.policy(device) if policy is None else policy

@@ -50,7 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
                 f"--polymp-record and --polymp-against are one folder, {str(to)!r}, whose records "
                 "would be replaced before they are compared. Record in another."
             )
-        to.mkdir(parents=True, exist_ok=True)
+        try:
+            to.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise pytest.UsageError(
+                f"--polymp-record={str(to)!r}: {error.strerror}. Write the path of a folder."
+            ) from None
 
 
 def _folders(config: pytest.Config) -> tuple[Path | None, Path | None]:

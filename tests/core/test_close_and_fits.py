@@ -309,8 +309,9 @@ def test_complex_numbers_are_rounded_too(framework: str) -> None:
 def test_running_means_are_put_back() -> None:
     """Their kernel writes them without a new version."""
     torch = pytest.importorskip("torch")
-    norm = torch.nn.BatchNorm1d(4)
-    assert_close(norm, norm, 1 + torch.randn(8, 4))
+    norm, x = torch.nn.BatchNorm1d(4), 1 + torch.randn(8, 4)
+    assert_close(norm, norm, x)
+    assert_fits(norm, x)
     assert norm.running_mean.eq(0).all()
     assert norm.running_var.eq(1).all()
     assert norm.num_batches_tracked == 0

@@ -147,3 +147,5 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "same").mkdir()
     out = run(tmp_path, "--polymp-against=same", "--polymp-record=./same", code=4)
     assert "--polymp-record and --polymp-against are one folder" in out
+    out = run(tmp_path, "--polymp-record=test_nothing.py", code=4)
+    assert "--polymp-record='test_nothing.py': File exists. Write the path of a folder." in out

@@ -17,7 +17,7 @@ autograd, so that the backward pass is that of the moved run, and is moved itsel
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -89,8 +89,6 @@ class Program:
     ) -> None:
         self._fn = fn
         self._tree = tuple(args), dict(kwargs)
-        models = training_objects(fn, ()).models
-        self._parts = [part for m in models for part in m.modules() if not _has_lazy(part)]
         self._dtype = dtype
         self._policy = policy
         self._cotangent = cotangent
@@ -123,24 +121,14 @@ class Program:
         region: AbstractContextManager[object] = nullcontext()
         if self._dtype is not None:
             region = autocast("cpu", dtype_names.DTYPES[self._dtype], policy=self._policy)
-        # Random numbers and buffers, such as running means, are the same in all runs: others would
-        # pass for how far rounding moves it.
-        buffers = (t for part in self._parts for t in part.buffers(recurse=False))
-        kept = [(t, t._version, t.detach().clone()) for t in buffers if not t.is_inference()]
-        before = Snapshot(modules=own_modules(self._parts))
-        try:
-            with torch.random.fork_rng(devices=()), follower or nullcontext():
-                torch.default_generator.manual_seed(0)
-                with region:
-                    results = rounding.results(self._fn(*args, **kwargs), "torch")
-                gradients = self._gradients(results, inputs) if inputs else {}
-        finally:
-            before.put_back()
-            with torch.no_grad():
-                for t, version, values in kept:
-                    # Kernels of batch norm write running means without a word.
-                    if t._version != version or not torch.equal(t, values):
-                        t.copy_(values)
+        # Random numbers and buffers are the same in all runs: others would pass for how far
+        # rounding moves it.
+        kept = buffers_kept(self._fn)
+        with kept, torch.random.fork_rng(devices=()), follower or nullcontext():
+            torch.default_generator.manual_seed(0)
+            with region:
+                results = rounding.results(self._fn(*args, **kwargs), "torch")
+            gradients = self._gradients(results, inputs) if inputs else {}
         return Run(
             {path: _array(t) for path, t in results.items()},
             {path: _array(g) for path, g in gradients.items()},
@@ -160,6 +148,25 @@ class Program:
         )
         pairs = zip(inputs.items(), found, strict=True)
         return {path: torch.zeros_like(t) if g is None else g for (path, t), g in pairs}
+
+
+@contextmanager
+def buffers_kept(fn: Callable[..., Any]) -> Iterator[None]:
+    """Put buffers of a function's modules, such as running means, back at the end."""
+    models = training_objects(fn, ()).models
+    parts = [part for m in models for part in m.modules() if not _has_lazy(part)]
+    buffers = (t for part in parts for t in part.buffers(recurse=False))
+    kept = [(t, t._version, t.detach().clone()) for t in buffers if not t.is_inference()]
+    before = Snapshot(modules=own_modules(parts))
+    try:
+        yield
+    finally:
+        before.put_back()
+        with torch.no_grad():
+            for t, version, values in kept:
+                # Kernels of batch norm write running means without a word.
+                if t._version != version or not torch.equal(t, values):
+                    t.copy_(values)
 
 
 def _has_lazy(module: torch.nn.Module) -> bool:

@@ -48,11 +48,16 @@ def test_two_runs_that_differ_by_rounding_alone(dtype: str) -> None:
     assert "the same program: 16 calls" in str(found)
 
 
-def test_a_run_and_itself() -> None:
+def test_a_run_and_itself(tmp_path: Path) -> None:
     one = record(arrays(calls(2)))
     found = polymp.compare(one, one)
     assert "rounding explains all: no number differs" in str(found)
     assert found.names == ("one", "other"), "both files have one name"
+    paths = [tmp_path / folder / "run.rec" for folder in ("before", "after")]
+    for path in paths:
+        path.parent.mkdir()
+        run_records.written(path, one)
+    assert polymp.compare(*paths).names == (str(paths[0]), str(paths[1]))
 
 
 @pytest.mark.parametrize("probes", [8, 2])
@@ -302,8 +307,8 @@ def test_a_model_that_is_compiled_as_a_whole(loss: bool) -> None:
         assert ("both runs are compiled" in " ".join(found.notes)) == (pair[0] is same)
 
 
-def test_compiled_code_with_an_end_that_is_not_known_stands_alone() -> None:
-    """The other call that comes after it may be part of the compiled code."""
+def test_compiled_code_stands_beside_the_nearest_call_of_its_shape() -> None:
+    """Its end is not known: the other call that comes after it may be part of it."""
     eager = record(arrays(with_loss(calls(4), loss=True), 1))
     off = compiled(3, epsilon=1e-2, loss=True)
     code, after, *rest = off.steps[0].arrays
@@ -311,7 +316,8 @@ def test_compiled_code_with_an_end_that_is_not_known_stands_alone() -> None:
     found = polymp.compare(eager, off._replace(steps=(off.steps[0]._replace(arrays=ran),)))
     assert first_of(found) == ("compiled", "")
     assert found.first is not None
-    assert found.first.one is None
+    assert found.first.one is not None
+    assert (found.first.one.name, found.first.one.module) == ("add", "blocks.3")
 
 
 def test_modules_of_other_names() -> None:

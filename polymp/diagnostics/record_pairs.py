@@ -57,6 +57,7 @@ _DOUBTFUL = 0.3  # of what rounding explains: a pair with a larger difference ma
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
+UNJUDGED = "not judged"  # it is not known how far rounding moves one of them
 
 
 class Compared(NamedTuple):
@@ -64,7 +65,7 @@ class Compared(NamedTuple):
 
     one: RecordedArray | None  # None if only the other run has it
     other: RecordedArray | None
-    verdict: str  # "explained", "not explained", "only one run" or "passed over"
+    verdict: str  # "explained", "not explained", "only one run", "passed over", "not judged"
     # The largest difference of two numbers, beside what rounding explains, as a fraction of the
     # root mean square; 0 where only one run has the array.
     difference: float = 0.0
@@ -130,6 +131,10 @@ class Side:
             self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
         else:
             self.spread = _estimated(step.arrays)
+        # Arrays that rounding moves by so much as no one knows, and the calls that they are of.
+        self.unjudged = {i for i, row in enumerate(self.spread) if math.isinf(row[RMS])}
+        self.lost = {self.call(i) for i in self.unjudged}
+        self.spread[[*self.unjudged]] = 0.0
         # Of one element: in the mean over signs, the square of a projection is the mean square. A
         # number's own rounding to a low dtype may move it in no probe.
         itself = np.array([a.own * a.values[RMS] for a in step.arrays]) / math.sqrt(3)
@@ -155,7 +160,8 @@ class Side:
         self.input_bits = {i: 1 << n for n, i in enumerate(inputs)}
         self.by_size: dict[tuple[str, int], Any] = {}
         for i, a in enumerate(step.arrays):
-            self.by_size.setdefault(_group(a), []).append(i)
+            if i not in self.unjudged:
+                self.by_size.setdefault(_group(a), []).append(i)
         self.by_size = {key: np.array(at) for key, at in self.by_size.items()}
         # Of calls outside of the backward pass, those that read what it made.
         self.after_backward: set[int] = set()
@@ -167,9 +173,14 @@ class Side:
                 if back and a.kind == RESULT and a.direction != BACKWARD:
                     self.after_backward.add(i)
 
+    def call(self, i: int) -> tuple[str, ...]:
+        """The kind, op, direction and module of an array."""
+        a = self.arrays[i]
+        return a.kind, shared_name(a.name), a.direction, self.modules[i]
+
     def above_noise(self, i: int) -> bool:
         """True if an array is more than rounding, which the gradient of a key's bias is."""
-        return not self.spread[i][RMS] > _NOISE * self.rms[i]
+        return i not in self.unjudged and not self.spread[i][RMS] > _NOISE * self.rms[i]
 
     def masks(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
@@ -311,6 +322,8 @@ class Pairs:
         self.ordered: set[int] = set()  # of these, those that have the same order of elements
         for i in range(len(one.arrays)):
             j = self.partner.get(i)
+            if i in one.unjudged or j in other.unjudged:
+                continue
             if j is None or self.excess(i, j) > 1:
                 j = self.search(i, j)
             if j is not None:
@@ -469,8 +482,8 @@ class Pairs:
         passed_there = _vouched_for(self.other, kept, every, shared, doubtful) | self.found
 
         def alone(j: int) -> Compared:
-            array = self.other.arrays[j]
-            return Compared(None, array, _alone(array, self.one, j in passed_there))
+            verdict = _alone(self.other, j, self.one, j in passed_there)
+            return Compared(None, self.other.arrays[j], verdict)
 
         def tells(j: int) -> bool:
             # Where ops are split otherwise, what only the other run has says nothing but at an end.
@@ -490,7 +503,8 @@ class Pairs:
                 todo = max(todo, j + 1)
                 rows.append(self._pair(i, j))
             else:
-                rows.append(Compared(array, None, _alone(array, self.other, i in passed)))
+                verdict = _alone(self.one, i, self.other, i in passed)
+                rows.append(Compared(array, None, verdict))
         rest = range(todo, len(self.other.arrays))
         rows += map(alone, filter(tells, rest))
         rows += map(alone, filter(is_end, range(len(self.other.arrays))))
@@ -541,6 +555,8 @@ class Pairs:
 
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
+        if i in self.one.unjudged or j in self.other.unjudged:
+            return Compared(one, other, UNJUDGED)
         difference, allowed = self.comparable(i, j)
         share, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
@@ -635,8 +651,11 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
 # --- what only one run has ------------------------------------------------------------------------
 
 
-def _alone(array: RecordedArray, other: Side, passed: bool) -> str:
+def _alone(side: Side, i: int, other: Side, passed: bool) -> str:
     """The verdict of an array that only one run has."""
+    if side.call(i) in side.lost | other.lost:
+        return UNJUDGED
+    array = side.arrays[i]
     # The other run may have made it in compiled code.
     hidden = other.compiled and array.kind == RESULT and array.name != COMPILED
     return PASSED if passed or hidden or array.kind == INPUT else ALONE

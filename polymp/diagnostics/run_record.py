@@ -74,7 +74,7 @@ class RecordedArray(NamedTuple):
     own: float  # how far the call's own rounding moves an element, relative to `RMS`; 0 of inputs
     reads: tuple[int, ...]  # places of the recorded arrays that the call reads
     values: tuple[float, ...]  # VALUES numbers
-    spread: tuple[float, ...] = ()  # the same; () without probes
+    spread: tuple[float, ...] = ()  # the same; () without probes, Inf if it is not known
     # Without probes, of a sum: the size of its terms, which may cancel, relative to `RMS`, or 1.
     terms: float = 1.0
 

@@ -266,7 +266,8 @@ def _results(
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
     rows = zip(events, made, gone, strict=True)
     for number, (event, m, share) in enumerate(rows):
-        if event.group is None or number in program.late or isinstance(m, float):
+        hidden = number in program.late or event.site.key in program.residuals
+        if event.group is None or hidden or isinstance(m, float):
             continue
         call, magnitudes = program.calls[event.group], m._replace(gone=share)
         if call.direction == BACKWARD and scale not in (0.0, 1.0):

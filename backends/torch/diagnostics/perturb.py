@@ -198,9 +198,10 @@ class _Memory(NamedTuple):
 
     of: Any  # a reference to it
     dtype: torch.dtype  # of the tensor
-    numbers: torch.Tensor  # [probes, values in it]
+    numbers: torch.Tensor | None  # [probes, values in it]; None if they are not known
 
 
+_FAILS = "ops that fail in probes"
 _SWEEP = 64  # tensors after which the numbers of freed ones are let go
 
 
@@ -214,17 +215,23 @@ class Probes:
         self._moves = 0
         self._copies: dict[int, torch.Tensor] = {}  # of what an op writes that is no float
         self._random: torch.Tensor | None = None  # state of its generator before it
+        self._blind = False  # True if it reads numbers that are not known
 
     def of(self, t: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor's numbers in all probes, [probes, *t.shape]; None if they are its own."""
         known = self._memory.get(modes.storage_key(t)) if self._memory else None
-        if known is None or known.dtype is not t.dtype:
+        if known is None or known.numbers is None or known.dtype is not t.dtype:
             return None
         size = known.numbers.shape[1]
         if t.untyped_storage().nbytes() // t.element_size() != size:  # it was resized
             return None
         shape, strides = (self.count, *t.shape), (size, *t.stride())
         return known.numbers.as_strided(shape, strides, t.storage_offset())
+
+    def unknown(self, *given: object) -> bool:
+        """Return whether no one knows how far some tensor is moved: an op failed in probes."""
+        keys = map(modes.storage_key, tensors(*given) if self.left_out[_FAILS] else ())
+        return any(key in self._memory and self._memory[key].numbers is None for key in keys)
 
     def _begun(self, t: torch.Tensor) -> torch.Tensor:
         """Return the numbers of a tensor, its own if it has no others yet; they may be written."""
@@ -238,11 +245,11 @@ class Probes:
     def _put(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
         """Give a tensor other numbers, whose memory may be written from now on."""
         if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
-            self._keep(t, numbers.reshape(self.count, -1).contiguous())
+            self._keep(t, numbers.reshape(self.count, t.numel()).contiguous())
         else:
             self._begun(t).copy_(numbers)
 
-    def _keep(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
+    def _keep(self, t: torch.Tensor, numbers: torch.Tensor | None) -> None:
         if len(self._memory) % _SWEEP == 0:
             self._memory = {k: it for k, it in self._memory.items() if not it.of.expired()}
         memory = _Memory(modes.storage_reference(t), t.dtype, numbers)
@@ -252,6 +259,13 @@ class Probes:
         """Have tensors be the run's own in all probes."""
         for t in found:
             self._memory.pop(modes.storage_key(t), None)
+
+    def _lose(self, found: Iterable[torch.Tensor], failed: int = 0) -> None:
+        """Note tensors whose numbers in probes are not known, for an op failed there."""
+        self.left_out[_FAILS] += failed
+        for t in found:
+            if modes.storage_key(t):
+                self._keep(t, None)
 
     def _fits(self, t: torch.Tensor) -> bool:
         """Return whether probes can have a tensor; it is counted if not."""
@@ -273,7 +287,8 @@ class Probes:
     def before(self, ran: Ran) -> None:
         """Keep what an op is about to change."""
         self._copies, self._random = {}, None
-        if not self.count or _talks(ran):
+        self._blind = self.unknown(ran.args, ran.kwargs)
+        if not self.count or self._blind or _talks(ran):
             return
         for t in ran.into:
             if not self._fits(t):
@@ -298,6 +313,9 @@ class Probes:
     ) -> None:
         """Run an op that has read no floats in all probes, if what it has read was chosen there."""
         results = tensors(result)
+        if self.unknown(args, kwargs):
+            self._lose(results)
+            return
         if not (self._memory and self._moved(args, kwargs)):
             for t in results:
                 self.unmoved(t)
@@ -311,8 +329,7 @@ class Probes:
                 if self._fits(results[at]):
                     self._put(results[at], torch.stack([run[at] for run in runs]))
         except Exception:  # as of a result whose shape is another
-            self.left_out["ops that fail in probes"] += 1
-            self.forget(results)
+            self._lose(results, 1)
 
     def after(self, ran: Ran, result: object) -> torch.Tensor | None:
         """Run an op in all probes, and move its results.
@@ -328,11 +345,12 @@ class Probes:
             self.forget(results)
             return None
         try:
-            return self._follow(ran, result, into, results)
+            if not self._blind:
+                return self._follow(ran, result, into, results)
+            self._lose(results)
         except Exception:  # of an op that is like no other: the program goes on
-            self.left_out["ops that fail in probes"] += 1
-            self.forget(results)
-            return None
+            self._lose(results, 1)
+        return None
 
     def _follow(
         self,
@@ -424,6 +442,9 @@ class Probes:
     def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
         """Cast a tensor in all probes, and move it by the rounding of the cast."""
         if not self.count or not self._fits(result):
+            return
+        if self.unknown(source):
+            self._lose([result])
             return
         narrows = result.element_size() < source.element_size()
         own, by = self.of(source), stored_movement(result, wide(result)) if narrows else None

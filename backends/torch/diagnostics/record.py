@@ -206,6 +206,7 @@ class _Array:
     shares: tuple[float, float] = (0.0, 0.0)  # see `movement_shares`
     terms: "_Terms | None" = None
     narrow: str = ""  # the format to which it rounded its operands
+    unknown: bool = False  # True if an op that it is made of failed in probes
 
 
 # Of a sum: the norm of its terms, relative to its own, and how far it is off, as a share of that.
@@ -443,6 +444,7 @@ class _Step(Subscriber):
             t = t.to(torch.float32)
         array.summary = self._summaries.add(numbers(t)) if t.is_cpu else sums(t)
         array.changes = None if moved is None else changes(t, moved)
+        array.unknown = self._probes.unknown(t)
 
     # Optimizers
 
@@ -539,7 +541,7 @@ class _Step(Subscriber):
             out = old if reuses else None
             change = torch.sub(new.to(dtype), old.to(dtype), out=out)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
-            array.dtype = new.dtype
+            array.dtype, array.unknown = new.dtype, self._probes.unknown(new)
             norm = torch.linalg.vector_norm(new, dtype=dtype)
             array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
@@ -586,7 +588,9 @@ class _Step(Subscriber):
             times = min(max(float(terms[0]), 1.0), MOST)
             own = max(own, array.terms[1] * times)
         by: tuple[float, ...] = ()
-        if moved is not None:
+        if array.unknown:
+            by = (math.inf,) * VALUES
+        elif moved is not None:
             by = run_record.spread(moved.reshape(-1, VALUES), numbers)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             by = (0.0,) * len(numbers)

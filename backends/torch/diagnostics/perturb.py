@@ -56,10 +56,10 @@ class Moved(Subscriber):
         self._moves = 0
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        if ran.casts and made[0].element_size() >= ran.reads[0].element_size():
-            return
         for t in made:
-            by = stored_movement(t, torch.float64) if ran.casts else result_movement(ran, result, t)
+            by = result_movement(ran, result, t)
+            if by is None:
+                continue
             if t.is_complex():
                 t, by = torch.view_as_real(t), torch.stack([by, by], -1)
             self._moves += 1
@@ -213,9 +213,9 @@ class Probes:
         self.left_out = Counter[str]()  # ops whose results are as if no rounding had moved them
         self._memory: dict[int, _Memory] = {}  # by key
         self._moves = 0
-        self._copies: dict[int, torch.Tensor] = {}  # of what an op writes that is no float
         self._random: torch.Tensor | None = None  # state of its generator before it
         self._blind = False  # True if it reads numbers that are not known
+        self._apart = False  # True if what it makes is as if no rounding had moved it
 
     def of(self, t: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor's numbers in all probes, [probes, *t.shape]; None if they are its own."""
@@ -286,17 +286,22 @@ class Probes:
 
     def before(self, ran: Ran) -> None:
         """Keep what an op is about to change."""
-        self._copies, self._random = {}, None
-        self._blind = self.unknown(ran.args, ran.kwargs)
-        if not self.count or self._blind or _talks(ran):
+        if not self.count:
             return
-        for t in ran.into:
-            if not self._fits(t):
-                self._copies[id(t)] = t.detach().clone() if has_values(t) else t
-            elif self._moved(ran.args, ran.kwargs) or not (is_exact(ran.func) or _is_chosen(t)):
+        self._random, self._blind = None, self.unknown(ran.args, ran.kwargs)
+        into = [t for t in ran.into if t.numel()]
+        self._apart = self._talks(ran) or not all(map(self._fits, into))
+        for t in () if self._blind or self._apart else into:
+            if self._moved(ran.args, ran.kwargs) or not (is_exact(ran.func) or _is_chosen(t)):
                 self._begun(t)
         if torch.Tag.nondeterministic_seeded in ran.func.tags:
             self._random = _generator(ran).get_state()
+
+    def _talks(self, ran: Ran) -> bool:
+        """Return whether an op sends something to other ranks, or has it from them; count it."""
+        talks = ran.op_call.place.sends or ran.facts.receives or distributed.talks(ran.func)
+        self.left_out["what comes from other ranks is not in probes"] += bool(talks)
+        return bool(talks)
 
     def _moved(self, *given: object) -> bool:
         """Return whether some argument of an op is not the run's own in all probes."""
@@ -338,46 +343,38 @@ class Probes:
         """
         if not self.count:
             return None
-        into, whole = ran.into, tensors(result)
-        results = [*whole, *(t for t in into if not any(t is m for m in whole))]
-        if _talks(ran):
-            self.left_out["what comes from other ranks is not in probes"] += 1
-            self.forget(results)
-            return None
+        whole = tensors(result)
+        results = [*whole, *(t for t in ran.into if not any(t is m for m in whole))]
         try:
-            if not self._blind:
-                return self._follow(ran, result, into, results)
-            self._lose(results)
+            if self._blind:
+                self._lose(results)
+            elif self._apart:
+                self.forget(results)
+            else:
+                return self._follow(ran, result, results)
         except Exception:  # of an op that is like no other: the program goes on
             self._lose(results, 1)
         return None
 
     def _follow(
-        self,
-        ran: Ran,
-        result: object,
-        into: list[torch.Tensor],
-        results: list[torch.Tensor],
+        self, ran: Ran, result: object, results: list[torch.Tensor]
     ) -> torch.Tensor | None:
-        if not all(map(has_values, self._copies.values())):
-            raise TypeError("it writes a tensor that cannot be copied")
         narrow = rounds_operands(ran, result)
         runs = self._run(ran, narrow) if narrow or self._moved(ran.args, ran.kwargs) else []
         chosen = [_is_chosen(t) or ran.func.overloadpacket.__name__ in _STEPS for t in results]
         turned = runs
-        if any(chosen) and runs and not into:
+        if any(chosen) and runs and not ran.into:
             turned = self._run(ran, narrow, rounding.FARTHER)
-        # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
-        moves = not (is_exact(ran.func) or ran.op_call.place.updating)
         given = {*map(modes.storage_key, tensors(ran.args, ran.kwargs))}
-        changed = {*map(modes.storage_key, into)}
+        changed = {*map(modes.storage_key, ran.into)}
         norm, first = None, next((t for t in results if t.is_floating_point()), None)
         for at, t in enumerate(results):
             key = modes.storage_key(t)
             if (key in given and key not in changed) or not self._fits(t):
                 continue  # an alias
             by = None
-            if moves and t.is_floating_point():
+            # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
+            if t.is_floating_point() and not ran.op_call.place.updating:
                 by = result_movement(ran, result, t.detach(), wide(t))
             if key in changed:
                 if by is not None:
@@ -418,8 +415,6 @@ class Probes:
     def _each(self, tree: Any, narrow: str = "", times: int = 1) -> Sequence[Any]:
         """Return what each probe has in place of an op's arguments."""
         if isinstance(tree, torch.Tensor):
-            if (copy := self._copies.get(id(tree))) is not None:
-                return [copy.clone() for _ in range(self.count)]
             own = self.of(tree)
             if narrow and tree.dtype is torch.float32:
                 by = tree.detach().abs().mul_(rounding.unit_roundoff(narrow))
@@ -438,19 +433,6 @@ class Probes:
             values = self._each([*tree.values()], narrow, times)
             return [dict(zip(tree, found, strict=True)) for found in values]
         return [tree] * self.count
-
-    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Cast a tensor in all probes, and move it by the rounding of the cast."""
-        if not self.count or not self._fits(result):
-            return
-        if self.unknown(source):
-            self._lose([result])
-            return
-        narrows = result.element_size() < source.element_size()
-        own, by = self.of(source), stored_movement(result, wide(result)) if narrows else None
-        if own is not None or by is not None:
-            numbers = self._same(result) if own is None else own.to(result.dtype)
-            self._put(result, self._move(result, numbers, by))
 
     def updated(self, t: torch.Tensor) -> torch.Tensor:
         """Return the numbers of a parameter after its update, moved by the rounding of that."""
@@ -480,11 +462,6 @@ _STEPS = frozenset("round floor ceil trunc sign sgn heaviside floor_divide".spli
 def _is_chosen(t: torch.Tensor) -> bool:
     """Return whether a tensor has integers or bools."""
     return not (t.is_floating_point() or t.is_complex())
-
-
-def _talks(ran: Ran) -> bool:
-    """Return whether an op sends something to other ranks, or has it from them."""
-    return bool(ran.op_call.place.sends) or ran.facts.receives or distributed.talks(ran.func)
 
 
 def _generator(ran: Ran) -> torch.Generator:
@@ -600,12 +577,17 @@ def _parts(ran: Ran, result: object, t: torch.Tensor) -> _Parts:
 
 def result_movement(
     ran: Ran, result: object, t: torch.Tensor, within: torch.dtype = torch.float64
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Return how far one result of an op may be from the exact one, for each (complex) number.
 
-    `within` is the dtype that this is computed in.
+    None if it is exact. `within` is the dtype that this is computed in.
     """
+    if ran.casts:
+        narrows = t.element_size() < ran.reads[0].element_size()
+        return stored_movement(t, within) if narrows else None
     parts = _parts(ran, result, t)
+    if not parts.own:
+        return None
     magnitude = _magnitude(t, within)
     if parts.adds:
         added = _added(ran, within).addcmul_(magnitude, magnitude)

@@ -323,7 +323,8 @@ def _evaluated(
     runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
     own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 
-    chosen = [not is_inexact(v.aval) or eqn.primitive.name in _STEPS for v in eqn.outvars]
+    steps = eqn.primitive.name in rounding.STEPS
+    chosen = [steps or not is_inexact(v.aval) for v in eqn.outvars]
 
     def run(seed: Any, *given: Any) -> list[Any]:
         if narrow:  # operands are moved by their rounding; equal numbers alike in every product
@@ -354,10 +355,6 @@ def _farther(x: Any, own: Any) -> Any:
         return x
     moved = (wide(own) + FARTHER * (wide(x) - wide(own))).astype(x.dtype)
     return jnp.where(jnp.isfinite(x), moved, x)
-
-
-# Primitives on floats that choose, as those do whose results are integers and bools.
-_STEPS = frozenset("round floor ceil sign".split())
 
 
 def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:

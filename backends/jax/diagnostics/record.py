@@ -435,27 +435,11 @@ def _numbers(x: Any) -> jax.Array:
 
 
 def _summed(x: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array | None]:
-    """The values of the first row, how many are zero and not finite, in float64; `_changes`."""
+    """`run_record.sums_of` the first row, in float64, and `_changes`."""
     rows = x.reshape(shape)
-    return _of_row(rows[0]), _changes(rows, jnp)
-
-
-def _of_row(x: jax.Array) -> jax.Array:
-    wide = x.astype(np.float64)
-    finite = jnp.isfinite(wide)
     with jax.default_matmul_precision("highest"):
-        looks = run_record.looks_of(x.size)
-        values = run_record.values_of(jnp.where(finite, wide, 0.0), looks, jnp)
-    counts = jnp.stack([jnp.sum(_is_zero(x)), jnp.sum(~finite)])
-    return jnp.concatenate([values, counts.astype(np.float64)])
-
-
-def _is_zero(x: jax.Array) -> jax.Array:
-    """Where an array is zero; by the bits, as XLA on CPUs takes a subnormal number for zero."""
-    if not is_float(x) or x.dtype.itemsize not in (2, 4, 8):
-        return x == 0
-    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return (bits << 1) == 0
+        looks = run_record.looks_of(shape[1])
+        return run_record.sums_of(rows[0].astype(np.float64), looks, jnp), _changes(rows, jnp)
 
 
 def _changes(rows: Any, xp: Any) -> Any:
@@ -471,10 +455,7 @@ def _changes(rows: Any, xp: Any) -> Any:
     if xp is np:
         return change(rows)
     # One after the other: less memory is touched.
-    with jax.default_matmul_precision("highest"):
-        return lax.map(
-            lambda at: change(jnp.stack([rows[0], rows[at]]))[0], jnp.arange(1, len(rows))
-        )
+    return lax.map(lambda at: change(jnp.stack([rows[0], rows[at]]))[0], jnp.arange(1, len(rows)))
 
 
 # Which results are arguments, changed, or gradients of them.

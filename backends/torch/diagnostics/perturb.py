@@ -361,7 +361,8 @@ class Probes:
     ) -> torch.Tensor | None:
         narrow = rounds_operands(ran, result)
         runs = self._run(ran, narrow) if narrow or self._moved(ran.args, ran.kwargs) else []
-        chosen = [_is_chosen(t) or ran.func.overloadpacket.__name__ in _STEPS for t in results]
+        steps = ran.func.overloadpacket.__name__ in rounding.STEPS
+        chosen = [steps or _is_chosen(t) for t in results]
         turned = runs
         if any(chosen) and runs and not ran.into:
             turned = self._run(ran, narrow, rounding.FARTHER)
@@ -453,10 +454,6 @@ class Probes:
             self._moves += 1
             move(numbers.unbind(), t.detach(), by, self._moves)
         return numbers
-
-
-# Ops on floats that choose, as those do whose results are integers and bools.
-_STEPS = frozenset("round floor ceil trunc sign sgn heaviside floor_divide".split())
 
 
 def _is_chosen(t: torch.Tensor) -> bool:

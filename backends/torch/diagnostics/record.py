@@ -668,9 +668,8 @@ def sums(t: torch.Tensor) -> torch.Tensor:
     if not len(x):
         return torch.zeros(VALUES + 2, dtype=dtype, device=t.device)
     wide = x.to(dtype)
-    finite = wide.isfinite()
-    values = run_record.values_of(torch.where(finite, wide, 0), _looks(wide), torch)
-    return torch.cat([values, torch.stack([(x == 0).sum(), (~finite).sum()]).to(dtype)])
+    found: torch.Tensor = run_record.sums_of(wide, _looks(wide), torch)
+    return found
 
 
 def changes(t: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:

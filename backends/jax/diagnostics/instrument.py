@@ -92,8 +92,8 @@ class MeasuredCall(Placed[Origin]):
         self.skipped = set[Key]()  # equations of its calls, of which no others are events
         self._of_updates = set[int]()  # equations of any kind, by id
         readers = _readers(self.closed, {}, self._of_updates)
-        sites = self.sites.values()
-        self._back = {id(s.eqn) for s in sites if s.scope.direction != FORWARD}
+        back = (s for s in self.sites.values() if s.scope.direction != FORWARD)
+        self._back = {id(s.eqn) for s in back}
         for call, sites in with_sites(self.closed, traced.record, lambda v: is_measured(v.aval)):
             self._add_call(call, sites, readers)
         constvars, invars = compat.binders(self.closed)

@@ -233,7 +233,6 @@ class _Walk(Evaluation):
         self._call, self._patterns = program, options.modules
         self._inputs: dict[int, int] = {}  # places of their rows
         self._written: frozenset[int] = NOWHERE  # what references have been made of
-        self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
         self.in_numpy = run_record.Summaries()
         self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
@@ -304,15 +303,14 @@ class _Walk(Evaluation):
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
         if name in CLOSED:
-            call = self._call.call_of(self._call.sites[around, id(eqn)])
+            site = self._call.sites[around, id(eqn)]
+            call = None if site.closed else self._call.call_of(site)
         else:
             call, rows = self._ended((around, id(eqn))), rows[:1]
         if eqn.effects and not eqn.outvars:
             return []
         if name == "while":
-            self._loops += 1
             made = super().equation(at, eqn, values, around)
-            self._loops -= 1
         else:
             made = self.computed(eqn, values)
             if call is not None and narrow:
@@ -320,8 +318,9 @@ class _Walk(Evaluation):
         sources = [reads] * len(made)
         if call is not None:
             for n in rows:
-                shared = name != "while" and is_float(eqn.outvars[n].aval)
-                own, off, by = shares(eqn, eqn.outvars[n].aval, narrow) if shared else _EXACT
+                own, off, by = _EXACT
+                if name != "while":
+                    own, off, by = shares(eqn, eqn.outvars[n].aval, narrow)
                 off, by = (off, by) if self.seeds is None else (0.0, 0.0)
                 terms = self.kernels.jitted(of_terms)([v.x for v in values], by) if by else 0.0
                 sources[n] = self._add(RESULT, call.op, made[n], reads, call, (own, off, terms))
@@ -361,7 +360,7 @@ class _Walk(Evaluation):
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
         paths = [] if call is None else [call.module]
-        if paths and (self._loops or not run_record.selected(paths, self._patterns)):
+        if paths and not run_record.selected(paths, self._patterns):
             return reads
         for at in sorted(~at for at in reads if at < 0 and ~at not in self._inputs):
             self._inputs[at] = len(self.summaries)

@@ -356,9 +356,7 @@ class Probes:
             self._lose(results, 1)
         return None
 
-    def _follow(
-        self, ran: Ran, result: object, results: list[torch.Tensor]
-    ) -> torch.Tensor | None:
+    def _follow(self, ran: Ran, result: object, results: list[torch.Tensor]) -> torch.Tensor | None:
         narrow = rounds_operands(ran, result)
         runs = self._run(ran, narrow) if narrow or self._moved(ran.args, ran.kwargs) else []
         steps = ran.func.overloadpacket.__name__ in rounding.STEPS

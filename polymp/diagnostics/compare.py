@@ -292,7 +292,8 @@ def compare(
                 return found
             for row in found.rows:
                 if row.array.kind == UPDATE:  # which a jitted step may round in another way
-                    most = math.inf if row.difference else row.allowed * row.array.values[RMS]
+                    known = not row.difference and row.verdict != UNJUDGED
+                    most = row.allowed * row.array.values[RMS] if known else math.inf
                     moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
     assert found is not None
     return found

@@ -84,13 +84,10 @@ class Audited(Wrapped):
             TypeError: an argument is traced: an audit is of values.
         """
         key, arrays = self._key(args, kwargs), self._arrays(args, kwargs)
-        if key in self._programs:
-            program = self._programs[key]
-            facts = program.twin.packed(arrays)
-        else:
-            program = MeasuredCall(traced(self.fn, args, kwargs), once=False)
-            facts = program.twin.packed(arrays)
-            self._programs[key] = program
+        if key not in self._programs:
+            self._programs[key] = MeasuredCall(traced(self.fn, args, kwargs), once=False)
+        program = self._programs[key]
+        facts = program.twin.packed(arrays)
         broke = None
         if program.unlisted:
             facts = jax.device_get(facts)  # to look at now, and for the audit

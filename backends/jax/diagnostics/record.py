@@ -26,7 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, is_typed
-from polymp.backends.jax.compat import Atom, Equation
+from polymp.backends.jax.compat import Equation
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
     NOWHERE,
@@ -295,10 +295,10 @@ class _Walk(Evaluation):
         if inside(eqn) and name not in CLOSED:
             return super().equation(at, eqn, values, around)
         reads = NOWHERE.union(*(_all(value.sources) for value in values))
+        made = super().equation(at, eqn, values, around)
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             self.left_out["on references, which jax.new_ref makes"] += 1
             self._written |= reads
-            made = super().equation(at, eqn, values, around)
             return [value._replace(sources=self._written) for value in made]
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
@@ -307,16 +307,9 @@ class _Walk(Evaluation):
             call = None if site.closed else self._call.call_of(site)
         else:
             call, rows = self._ended((around, id(eqn))), rows[:1]
-        if eqn.effects and not eqn.outvars:
-            return []
-        if name == "while":
-            made = super().equation(at, eqn, values, around)
-        else:
-            made = self.computed(eqn, values)
-            if call is not None and narrow:
-                call = call._replace(run=narrow)
         sources = [reads] * len(made)
         if call is not None:
+            call = call._replace(run=narrow or call.run)
             for n in rows:
                 own, off, by = _EXACT
                 if name != "while":
@@ -477,7 +470,8 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, 
     variables = compat.opened(call.closed)[0].outvars
     for at, name in enumerate(call.traced.results):
         ends = (name[match.start() :] for match in re.finditer(r"\[|\.|$", name))
-        like = ([p for p in by_path.get(end, ()) if _same(call.inputs[p], variables[at])]
+        aval = str(variables[at].aval)  # its dtype and shape
+        like = ([p for p in by_path.get(end, ()) if str(call.inputs[p].aval) == aval]
                 for end in ends)  # fmt: skip
         alike[at] = next(filter(None, like), [])  # the longest
     made = {at: _made_of(call, at) for at in alike if alike[at]}
@@ -493,11 +487,6 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, 
         elif graded and len(alike[at]) == 1:
             found[at] = GRADIENT, alike[at][0]
     return found
-
-
-def _same(one: Atom, other: Atom) -> bool:
-    """True for variables of one dtype and shape."""
-    return str(one.aval) == str(other.aval)
 
 
 def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:

@@ -24,14 +24,14 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, Twin, is_measured
-from polymp.backends.jax.diagnostics.traced_call import (
+from polymp.backends.jax.diagnostics.explain import (
     CLOSED,
     Wrapped,
     function_of,
     optimizer_of,
     traced,
 )
+from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, Twin, is_measured
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand, together

@@ -28,8 +28,7 @@ from polymp.backends.jax.autocast.contraction import Contraction
 from polymp.backends.jax.autocast.evaluate import update_in
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, FREE, LAYOUT, OURS
 from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
-from polymp.backends.jax.diagnostics.explain import with_sites
-from polymp.backends.jax.diagnostics.traced_call import (
+from polymp.backends.jax.diagnostics.explain import (
     CLOSED,
     Key,
     Placed,
@@ -37,6 +36,7 @@ from polymp.backends.jax.diagnostics.traced_call import (
     Traced,
     equations,
     is_update,
+    with_sites,
 )
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics.audit_records import operand_numbers

@@ -25,9 +25,8 @@ from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_contraction import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
 from polymp.backends.jax.compat import Equation
-from polymp.backends.jax.diagnostics.explain import flops, with_sites
+from polymp.backends.jax.diagnostics.explain import Placed, flops, traced, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
-from polymp.backends.jax.diagnostics.traced_call import Placed, traced
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import EXACT, FARTHER, Run, movement

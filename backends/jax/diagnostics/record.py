@@ -27,6 +27,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, is_typed
 from polymp.backends.jax.compat import Equation
+from polymp.backends.jax.diagnostics.explain import CLOSED, Key, Wrapped, called, traced
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
     NOWHERE,
@@ -38,7 +39,6 @@ from polymp.backends.jax.diagnostics.perturb import (
     shares,
     wide,
 )
-from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, traced
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call

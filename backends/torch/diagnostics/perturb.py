@@ -309,7 +309,8 @@ class Probes:
 
     def about_to_write(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
         """Keep what an op that reads no floats is about to change."""
-        if self._memory and dispatcher.writes(func) and self._moved(args, kwargs):
+        moved = bool(self._memory) and dispatcher.writes(func) and self._moved(args, kwargs)
+        if moved and not self.unknown(args, kwargs):
             for t in filter(self._fits, dispatcher.written(func, args, kwargs)):
                 self._begun(t)
 

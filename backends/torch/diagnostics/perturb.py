@@ -581,9 +581,9 @@ def result_movement(
     if ran.casts:
         narrows = t.element_size() < ran.reads[0].element_size()
         return stored_movement(t, within) if narrows else None
-    parts = _parts(ran, result, t)
-    if not parts.own:
+    if is_exact(ran.func):
         return None
+    parts = _parts(ran, result, t)
     magnitude = _magnitude(t, within)
     if parts.adds:
         added = _added(ran, within).addcmul_(magnitude, magnitude)

@@ -25,7 +25,15 @@ from polymp.diagnostics import record_pairs, run_record
 from polymp.diagnostics.alignment import matched
 from polymp.diagnostics.call_record import BACKWARD, RECOMPUTE
 from polymp.diagnostics.page import Curve, Shown
-from polymp.diagnostics.record_pairs import ALONE, PASSED, UNEXPLAINED, Compared, Side, unknown
+from polymp.diagnostics.record_pairs import (
+    ALONE,
+    PASSED,
+    UNEXPLAINED,
+    UNJUDGED,
+    Compared,
+    Side,
+    unknown,
+)
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -91,7 +99,8 @@ class Comparison(Shown):
         """Return the last pair of each module, with `mean_difference` and `mean_allowed`."""
         ends: dict[tuple[str, str], Compared] = {}
         for row in self.rows:
-            if row.array.kind == RESULT and row.one is not None and row.other is not None:
+            both = row.one is not None and row.other is not None and row.verdict != UNJUDGED
+            if row.array.kind == RESULT and both:
                 place = row.array.direction, row.array.module
                 ends.pop(place, None)
                 ends[place] = row
@@ -287,7 +296,8 @@ def compare(
                 return found
             for row in found.rows:
                 if row.array.kind == UPDATE:  # which a jitted step may round in another way
-                    most = math.inf if row.difference else row.allowed * row.array.values[RMS]
+                    known = not row.difference and row.verdict != UNJUDGED
+                    most = row.allowed * row.array.values[RMS] if known else math.inf
                     moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
     assert found is not None
     return found
@@ -486,6 +496,12 @@ def _notes(
         yield (
             "both runs are compiled: how far rounding moves what compiled code makes is not known, "
             "so any difference of it counts; compare each with a record of the eager model"
+        )
+    if lost := sum(row.verdict == UNJUDGED for row in rows):
+        yield (
+            f"not judged: {text_table.plural(lost, 'array')} made of what an op makes that fails "
+            "in probes, as one does whose shape depends on a choice: no one knows how far rounding "
+            "moves them"
         )
     passed = [row.array for row in rows if row.verdict == PASSED]
     if lone := [array for array in passed if array.kind == RESULT]:

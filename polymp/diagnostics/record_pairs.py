@@ -65,6 +65,7 @@ _POOLED = 64  # elements from which on projections are sums of many
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
+UNJUDGED = "not judged"  # it is not known how far rounding moves one of them
 
 
 class Compared(NamedTuple):
@@ -72,7 +73,7 @@ class Compared(NamedTuple):
 
     one: RecordedArray | None  # None if only the other run has it
     other: RecordedArray | None
-    verdict: str  # "explained", "not explained", "only one run" or "passed over"
+    verdict: str  # "explained", "not explained", "only one run", "passed over", "not judged"
     # The largest difference of two numbers, beside what rounding explains, as a fraction of the
     # root mean square; 0 where only one run has the array.
     difference: float = 0.0
@@ -133,18 +134,28 @@ class Side:
         self.modules = [names.get(a.module, a.module) for a in step.arrays]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.spread = _spread(step.arrays, probes)
+        # Arrays that rounding moves by so much as no one knows, and the calls that they are of.
+        self.unjudged = {i for i, row in enumerate(self.spread) if math.isinf(row[RMS])}
+        self.lost = {self.call(i) for i in self.unjudged}
+        self.spread[[*self.unjudged]] = 0.0
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
         self.roundoff = _roundoff_of_inputs(step.arrays)
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
         groups: dict[tuple[str, int], list[int]] = {}
         for i, a in enumerate(step.arrays):
-            groups.setdefault(_group(a), []).append(i)
+            if i not in self.unjudged:
+                groups.setdefault(_group(a), []).append(i)
         self.groups = {key: np.array(at) for key, at in groups.items()}
         self.readers: list[list[int]] = [[] for _ in step.arrays]
         for i, a in enumerate(step.arrays):
             for source in a.reads:
                 self.readers[source].append(i)
+
+    def call(self, i: int) -> tuple[str, ...]:
+        """The kind, op, direction and module of an array."""
+        a = self.arrays[i]
+        return a.kind, shared_name(a.name), a.direction, self.modules[i]
 
     def masks(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
@@ -296,7 +307,10 @@ class Pairs:
             self.partner |= calls
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
         for i in range(len(one.arrays)):
-            if (j := self._twin_of(i, self.partner.get(i))) is not None:
+            j = self.partner.get(i)
+            if i in one.unjudged or j in other.unjudged:
+                continue
+            if (j := self._twin_of(i, j)) is not None:
                 self.twins[i] = j
         self.partner |= self.twins  # where a call was aligned wrongly, the other one is left
         # Of the other run: the arrays whose values the first one has.
@@ -468,11 +482,11 @@ class Pairs:
             if i is not None and j is not None:
                 rows.append(self._pair(i, j))
             elif i is not None:
-                array = self.one.arrays[i]
-                rows.append(Compared(array, None, _alone(array, self.other, i in ours)))
+                verdict = _alone(self.one, i, self.other, i in ours)
+                rows.append(Compared(self.one.arrays[i], None, verdict))
             elif j is not None:
-                array = self.other.arrays[j]
-                rows.append(Compared(None, array, _alone(array, self.one, j in theirs)))
+                verdict = _alone(self.other, j, self.one, j in theirs)
+                rows.append(Compared(None, self.other.arrays[j], verdict))
         first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
         if first is None or (first.one is not None and first.other is not None):
             return rows, first
@@ -499,8 +513,9 @@ class Pairs:
         """Of both runs, the arrays that need no counterpart."""
         shared = self.shared if self.ported else set()
         left = self._not_comparable() if self.by_values else set()
-        ours = _vouched_for(self.one, left.union(self.partner), {*self.twins}, shared)
-        kept = self.found.union(self.partner.values())
+        kept = left.union(self.partner, self.one.unjudged)
+        ours = _vouched_for(self.one, kept, {*self.twins}, shared)
+        kept = self.found.union(self.partner.values(), self.other.unjudged)
         return ours | left, _vouched_for(self.other, kept, self.found, shared)
 
     def _not_comparable(self) -> set[int]:
@@ -523,6 +538,8 @@ class Pairs:
 
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
+        if i in self.one.unjudged or j in self.other.unjudged:
+            return Compared(one, other, UNJUDGED)
         difference, allowed = self.comparable(i, j)
         share, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
@@ -549,7 +566,7 @@ class Pairs:
             a = theirs.arrays[k]
             size, name = a.size != row.array.size, not _alike(a, row.array)
             fits = not (size and name) if self.by_values else not name  # nor is one of another op
-            if fits and a.direction == row.array.direction:
+            if fits and a.direction == row.array.direction and k not in theirs.unjudged:
                 found.append((size, name, k))
         if not found:
             return row
@@ -611,8 +628,11 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
 # --- what only one run has ------------------------------------------------------------------------
 
 
-def _alone(array: RecordedArray, other: Side, passed: bool) -> str:
+def _alone(side: Side, i: int, other: Side, passed: bool) -> str:
     """The verdict of an array that only one run has."""
+    if side.call(i) in side.lost | other.lost:
+        return UNJUDGED
+    array = side.arrays[i]
     # The other run may have made it in compiled code.
     hidden = other.compiled and array.kind == RESULT and array.name != COMPILED
     return PASSED if passed or hidden or array.kind == INPUT else ALONE

@@ -63,6 +63,9 @@ HARD_FUNCTIONS = frozenset("lgamma digamma polygamma igamma igammac erfinv".spli
 # choice that seldom turns: they choose from numbers that are moved so many times as far.
 FARTHER = 10
 
+# Ops on floats that choose, as those do whose results are integers and bools.
+STEPS = frozenset("round floor ceil trunc sign sgn heaviside floor_divide".split())
+
 # Ops that are rounded once: IEEE 754 arithmetic, in float32 for the low dtypes.
 ONCE = frozenset("add sub mul div sqrt reciprocal rsub".split())
 

@@ -74,7 +74,7 @@ class RecordedArray(NamedTuple):
     own: float  # how far the call's own rounding moves an element, relative to `RMS`; 0 of inputs
     reads: tuple[int, ...]  # places of the recorded arrays that the call reads
     values: tuple[float, ...]  # VALUES numbers
-    spread: tuple[float, ...] = ()  # the same; () without probes
+    spread: tuple[float, ...] = ()  # the same; () without probes, Inf if it is not known
     # Without probes, of a sum: the size of its terms, which may cancel, relative to `RMS`, or 1.
     terms: float = 1.0
 
@@ -280,16 +280,18 @@ def _projected(x: Any, looks: Looks) -> Any:
     return found
 
 
-def values_of(x: Any, looks: Looks, xp: Any) -> Any:
-    """The values of a row of finite numbers: [VALUES]."""
-    count = x.shape[-1]
+def sums_of(x: Any, looks: Looks, xp: Any) -> Any:
+    """The values of a row, and how many are zero and not finite: [VALUES + 2]."""
+    count, finite = x.shape[-1], xp.isfinite(x)
+    counts = xp.stack([(x == 0).sum(), (~finite).sum()])
+    x = xp.where(finite, x, 0)
     top = xp.amax(xp.abs(x))
     scale = xp.where(top > 0, top, 1)
     one = x / scale
     total = _projected(one, looks)
     ends = [top / scale, xp.sqrt(xp.mean(one * one)), total[0] / count, xp.mean(xp.abs(one))]
     numbers = xp.concatenate([xp.stack(ends), total[1:] / math.sqrt(count)]) * scale
-    return xp.concatenate([numbers, x[looks.places]])
+    return xp.concatenate([numbers, x[looks.places], counts])
 
 
 def changes(x: Any, moved: Any, looks: Looks, xp: Any) -> Any:

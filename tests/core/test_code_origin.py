@@ -60,7 +60,7 @@ def test_a_library_counts_if_it_is_named() -> None:
 def test_the_scalers_code_is_known_by_its_files(backend: str) -> None:
     """That of every method, wherever the class has it from."""
     need(backend)
-    room = {"torch": "op_call", "jax": "traced_call"}[backend]
+    room = {"torch": "op_call", "jax": "explain"}[backend]
     call_site = importlib.import_module(f"polymp.backends.{backend}.diagnostics.{room}")
     scaler = importlib.import_module(f"polymp.backends.{backend}.scaler.grad_scaler").GradScaler
     files = {

@@ -24,14 +24,14 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, Twin, is_measured
-from polymp.backends.jax.diagnostics.traced_call import (
+from polymp.backends.jax.diagnostics.explain import (
     CLOSED,
     Wrapped,
     function_of,
     optimizer_of,
     traced,
 )
+from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, Twin, is_measured
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand, together
@@ -84,13 +84,10 @@ class Audited(Wrapped):
             TypeError: an argument is traced: an audit is of values.
         """
         key, arrays = self._key(args, kwargs), self._arrays(args, kwargs)
-        if key in self._programs:
-            program = self._programs[key]
-            facts = program.twin.packed(arrays)
-        else:
-            program = MeasuredCall(traced(self.fn, args, kwargs), once=False)
-            facts = program.twin.packed(arrays)
-            self._programs[key] = program
+        if key not in self._programs:
+            self._programs[key] = MeasuredCall(traced(self.fn, args, kwargs), once=False)
+        program = self._programs[key]
+        facts = program.twin.packed(arrays)
         broke = None
         if program.unlisted:
             facts = jax.device_get(facts)  # to look at now, and for the audit
@@ -266,7 +263,8 @@ def _results(
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
     rows = zip(events, made, gone, strict=True)
     for number, (event, m, share) in enumerate(rows):
-        if event.group is None or number in program.late or isinstance(m, float):
+        hidden = number in program.late or event.site.key in program.residuals
+        if event.group is None or hidden or isinstance(m, float):
             continue
         call, magnitudes = program.calls[event.group], m._replace(gone=share)
         if call.direction == BACKWARD and scale not in (0.0, 1.0):

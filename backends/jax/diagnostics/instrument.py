@@ -28,8 +28,7 @@ from polymp.backends.jax.autocast.contraction import Contraction
 from polymp.backends.jax.autocast.evaluate import update_in
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, FREE, LAYOUT, OURS
 from polymp.backends.jax.compat import Atom, ClosedProgram, Equation
-from polymp.backends.jax.diagnostics.explain import with_sites
-from polymp.backends.jax.diagnostics.traced_call import (
+from polymp.backends.jax.diagnostics.explain import (
     CLOSED,
     Key,
     Placed,
@@ -37,6 +36,7 @@ from polymp.backends.jax.diagnostics.traced_call import (
     Traced,
     equations,
     is_update,
+    with_sites,
 )
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics.audit_records import operand_numbers
@@ -88,9 +88,12 @@ class MeasuredCall(Placed[Origin]):
         self._ends: dict[Key, int] = {}  # by equation, that of the call that it ends
         # What an optimizer makes for the program's results or for others: measured, without rows.
         self.unlisted = set[Key]()
+        self.residuals = set[Key]()  # beside a call's result: the backward pass alone reads them
         self.skipped = set[Key]()  # equations of its calls, of which no others are events
         self._of_updates = set[int]()  # equations of any kind, by id
         readers = _readers(self.closed, {}, self._of_updates)
+        back = (s for s in self.sites.values() if s.scope.direction != FORWARD)
+        self._back = {id(s.eqn) for s in back}
         for call, sites in with_sites(self.closed, traced.record, lambda v: is_measured(v.aval)):
             self._add_call(call, sites, readers)
         constvars, invars = compat.binders(self.closed)
@@ -152,7 +155,7 @@ class MeasuredCall(Placed[Origin]):
         input.
         """
         self.of_event.update((s.key, len(self.calls)) for s in sites)
-        own, ends = {id(s.eqn) for s in sites}, []
+        own, ends, residuals = {id(s.eqn) for s in sites}, [], set[Key]()
         for s in sites:
             name = s.eqn.primitive.name
             if name not in CLOSED and any(is_measured(v.aval) for v in s.eqn.outvars):
@@ -160,7 +163,11 @@ class MeasuredCall(Placed[Origin]):
                 taken = name == "convert_element_type" and by & own
                 if not by or (by - own and not taken):
                     ends.append(s)
+                    if call.direction == FORWARD and by and by - own <= self._back:
+                        residuals.add(s.key)
                 last = s
+        if len(residuals) < len(ends):
+            self.residuals |= residuals
         tracebacks = (last.written, last.eqn.source_info.traceback) if ends else ()
         if not self.updates and any(map(is_update, tracebacks)):  # also in a branch of an optimizer
             self.skipped.update(s.key for s in sites)

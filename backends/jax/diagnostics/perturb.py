@@ -25,9 +25,8 @@ from polymp.backends.jax.autocast.api import PolicyLike, autocast
 from polymp.backends.jax.autocast.fp8_contraction import as_wide, operands_of
 from polymp.backends.jax.autocast.known_functions import INDEPENDENT, LAYOUT, OURS, op_of, spelling
 from polymp.backends.jax.compat import Equation
-from polymp.backends.jax.diagnostics.explain import flops, with_sites
+from polymp.backends.jax.diagnostics.explain import Placed, flops, traced, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
-from polymp.backends.jax.diagnostics.traced_call import Placed, traced
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import EXACT, FARTHER, Run, movement
@@ -323,7 +322,8 @@ def _evaluated(
     runs = [x.ndim > len(v.aval.shape) for x, v in zip(given, eqn.invars, strict=True)]
     own = [x[0] if several else x for x, several in zip(given, runs, strict=True)]
 
-    chosen = [not is_inexact(v.aval) or eqn.primitive.name in _STEPS for v in eqn.outvars]
+    steps = eqn.primitive.name in rounding.STEPS
+    chosen = [steps or not is_inexact(v.aval) for v in eqn.outvars]
 
     def run(seed: Any, *given: Any) -> list[Any]:
         if narrow:  # operands are moved by their rounding; equal numbers alike in every product
@@ -354,10 +354,6 @@ def _farther(x: Any, own: Any) -> Any:
         return x
     moved = (wide(own) + FARTHER * (wide(x) - wide(own))).astype(x.dtype)
     return jnp.where(jnp.isfinite(x), moved, x)
-
-
-# Primitives on floats that choose, as those do whose results are integers and bools.
-_STEPS = frozenset("round floor ceil sign".split())
 
 
 def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:

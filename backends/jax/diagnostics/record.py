@@ -26,7 +26,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, is_typed
-from polymp.backends.jax.compat import Atom, Equation
+from polymp.backends.jax.compat import Equation
+from polymp.backends.jax.diagnostics.explain import CLOSED, Key, Wrapped, called, traced
 from polymp.backends.jax.diagnostics.instrument import MeasuredCall
 from polymp.backends.jax.diagnostics.perturb import (
     NOWHERE,
@@ -38,7 +39,6 @@ from polymp.backends.jax.diagnostics.perturb import (
     shares,
     wide,
 )
-from polymp.backends.jax.diagnostics.traced_call import CLOSED, Key, Wrapped, called, traced
 from polymp.backends.jax.jaxprs import inside
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, Call
@@ -233,7 +233,6 @@ class _Walk(Evaluation):
         self._call, self._patterns = program, options.modules
         self._inputs: dict[int, int] = {}  # places of their rows
         self._written: frozenset[int] = NOWHERE  # what references have been made of
-        self._loops = 0  # `while` loops around, whose calls have no rows
         self.summaries: list[_Summary] = []
         self.in_numpy = run_record.Summaries()
         self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
@@ -296,32 +295,25 @@ class _Walk(Evaluation):
         if inside(eqn) and name not in CLOSED:
             return super().equation(at, eqn, values, around)
         reads = NOWHERE.union(*(_all(value.sources) for value in values))
+        made = super().equation(at, eqn, values, around)
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             self.left_out["on references, which jax.new_ref makes"] += 1
             self._written |= reads
-            made = super().equation(at, eqn, values, around)
             return [value._replace(sources=self._written) for value in made]
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
         narrow = rounds_operands(eqn, self.kernels.device)
         if name in CLOSED:
-            call = self._call.call_of(self._call.sites[around, id(eqn)])
+            site = self._call.sites[around, id(eqn)]
+            call = None if site.closed else self._call.call_of(site)
         else:
             call, rows = self._ended((around, id(eqn))), rows[:1]
-        if eqn.effects and not eqn.outvars:
-            return []
-        if name == "while":
-            self._loops += 1
-            made = super().equation(at, eqn, values, around)
-            self._loops -= 1
-        else:
-            made = self.computed(eqn, values)
-            if call is not None and narrow:
-                call = call._replace(run=narrow)
         sources = [reads] * len(made)
         if call is not None:
+            call = call._replace(run=narrow or call.run)
             for n in rows:
-                shared = name != "while" and is_float(eqn.outvars[n].aval)
-                own, off, by = shares(eqn, eqn.outvars[n].aval, narrow) if shared else _EXACT
+                own, off, by = _EXACT
+                if name != "while":
+                    own, off, by = shares(eqn, eqn.outvars[n].aval, narrow)
                 off, by = (off, by) if self.seeds is None else (0.0, 0.0)
                 terms = self.kernels.jitted(of_terms)([v.x for v in values], by) if by else 0.0
                 sources[n] = self._add(RESULT, call.op, made[n], reads, call, (own, off, terms))
@@ -361,7 +353,7 @@ class _Walk(Evaluation):
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""
         paths = [] if call is None else [call.module]
-        if paths and (self._loops or not run_record.selected(paths, self._patterns)):
+        if paths and not run_record.selected(paths, self._patterns):
             return reads
         for at in sorted(~at for at in reads if at < 0 and ~at not in self._inputs):
             self._inputs[at] = len(self.summaries)
@@ -435,27 +427,11 @@ def _numbers(x: Any) -> jax.Array:
 
 
 def _summed(x: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array | None]:
-    """The values of the first row, how many are zero and not finite, in float64; `_changes`."""
+    """`run_record.sums_of` the first row, in float64, and `_changes`."""
     rows = x.reshape(shape)
-    return _of_row(rows[0]), _changes(rows, jnp)
-
-
-def _of_row(x: jax.Array) -> jax.Array:
-    wide = x.astype(np.float64)
-    finite = jnp.isfinite(wide)
     with jax.default_matmul_precision("highest"):
-        looks = run_record.looks_of(x.size)
-        values = run_record.values_of(jnp.where(finite, wide, 0.0), looks, jnp)
-    counts = jnp.stack([jnp.sum(_is_zero(x)), jnp.sum(~finite)])
-    return jnp.concatenate([values, counts.astype(np.float64)])
-
-
-def _is_zero(x: jax.Array) -> jax.Array:
-    """Where an array is zero; by the bits, as XLA on CPUs takes a subnormal number for zero."""
-    if not is_float(x) or x.dtype.itemsize not in (2, 4, 8):
-        return x == 0
-    bits = lax.bitcast_convert_type(x, np.dtype(f"uint{8 * x.dtype.itemsize}"))
-    return (bits << 1) == 0
+        looks = run_record.looks_of(shape[1])
+        return run_record.sums_of(rows[0].astype(np.float64), looks, jnp), _changes(rows, jnp)
 
 
 def _changes(rows: Any, xp: Any) -> Any:
@@ -471,10 +447,7 @@ def _changes(rows: Any, xp: Any) -> Any:
     if xp is np:
         return change(rows)
     # One after the other: less memory is touched.
-    with jax.default_matmul_precision("highest"):
-        return lax.map(
-            lambda at: change(jnp.stack([rows[0], rows[at]]))[0], jnp.arange(1, len(rows))
-        )
+    return lax.map(lambda at: change(jnp.stack([rows[0], rows[at]]))[0], jnp.arange(1, len(rows)))
 
 
 # Which results are arguments, changed, or gradients of them.
@@ -497,7 +470,8 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, 
     variables = compat.opened(call.closed)[0].outvars
     for at, name in enumerate(call.traced.results):
         ends = (name[match.start() :] for match in re.finditer(r"\[|\.|$", name))
-        like = ([p for p in by_path.get(end, ()) if _same(call.inputs[p], variables[at])]
+        aval = str(variables[at].aval)  # its dtype and shape
+        like = ([p for p in by_path.get(end, ()) if str(call.inputs[p].aval) == aval]
                 for end in ends)  # fmt: skip
         alike[at] = next(filter(None, like), [])  # the longest
     made = {at: _made_of(call, at) for at in alike if alike[at]}
@@ -513,11 +487,6 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, 
         elif graded and len(alike[at]) == 1:
             found[at] = GRADIENT, alike[at][0]
     return found
-
-
-def _same(one: Atom, other: Atom) -> bool:
-    """True for variables of one dtype and shape."""
-    return str(one.aval) == str(other.aval)
 
 
 def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:

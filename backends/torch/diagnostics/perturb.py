@@ -56,10 +56,10 @@ class Moved(Subscriber):
         self._moves = 0
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        if ran.casts and made[0].element_size() >= ran.reads[0].element_size():
-            return
         for t in made:
-            by = stored_movement(t, torch.float64) if ran.casts else result_movement(ran, result, t)
+            by = result_movement(ran, result, t)
+            if by is None:
+                continue
             if t.is_complex():
                 t, by = torch.view_as_real(t), torch.stack([by, by], -1)
             self._moves += 1
@@ -205,9 +205,10 @@ class _Memory(NamedTuple):
 
     of: Any  # a reference to it
     dtype: torch.dtype  # of the tensor
-    numbers: torch.Tensor  # [probes, values in it]
+    numbers: torch.Tensor | None  # [probes, values in it]; None if they are not known
 
 
+_FAILS = "ops that fail in probes"
 _SWEEP = 64  # tensors after which the numbers of freed ones are let go
 
 
@@ -219,19 +220,25 @@ class Probes:
         self.left_out = Counter[str]()  # ops whose results are as if no rounding had moved them
         self._memory: dict[int, _Memory] = {}  # by key
         self._moves = 0
-        self._copies: dict[int, torch.Tensor] = {}  # of what an op writes that is no float
         self._random: torch.Tensor | None = None  # state of its generator before it
+        self._blind = False  # True if it reads numbers that are not known
+        self._apart = False  # True if what it makes is as if no rounding had moved it
 
     def of(self, t: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor's numbers in all probes, [probes, *t.shape]; None if they are its own."""
         known = self._memory.get(modes.storage_key(t)) if self._memory else None
-        if known is None or known.dtype is not t.dtype:
+        if known is None or known.numbers is None or known.dtype is not t.dtype:
             return None
         size = known.numbers.shape[1]
         if t.untyped_storage().nbytes() // t.element_size() != size:  # it was resized
             return None
         shape, strides = (self.count, *t.shape), (size, *t.stride())
         return known.numbers.as_strided(shape, strides, t.storage_offset())
+
+    def unknown(self, *given: object) -> bool:
+        """Return whether no one knows how far some tensor is moved: an op failed in probes."""
+        keys = map(modes.storage_key, tensors(*given) if self.left_out[_FAILS] else ())
+        return any(key in self._memory and self._memory[key].numbers is None for key in keys)
 
     def _begun(self, t: torch.Tensor) -> torch.Tensor:
         """Return the numbers of a tensor, its own if it has no others yet; they may be written."""
@@ -245,11 +252,11 @@ class Probes:
     def _put(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
         """Give a tensor other numbers, whose memory may be written from now on."""
         if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
-            self._keep(t, numbers.reshape(self.count, -1).contiguous())
+            self._keep(t, numbers.reshape(self.count, t.numel()).contiguous())
         else:
             self._begun(t).copy_(numbers)
 
-    def _keep(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
+    def _keep(self, t: torch.Tensor, numbers: torch.Tensor | None) -> None:
         if len(self._memory) % _SWEEP == 0:
             self._memory = {k: it for k, it in self._memory.items() if not it.of.expired()}
         memory = _Memory(modes.storage_reference(t), t.dtype, numbers)
@@ -259,6 +266,13 @@ class Probes:
         """Have tensors be the run's own in all probes."""
         for t in found:
             self._memory.pop(modes.storage_key(t), None)
+
+    def _lose(self, found: Iterable[torch.Tensor], failed: int = 0) -> None:
+        """Note tensors whose numbers in probes are not known, for an op failed there."""
+        self.left_out[_FAILS] += failed
+        for t in found:
+            if modes.storage_key(t):
+                self._keep(t, None)
 
     def _fits(self, t: torch.Tensor) -> bool:
         """Return whether probes can have a tensor; it is counted if not."""
@@ -279,16 +293,22 @@ class Probes:
 
     def before(self, ran: Ran) -> None:
         """Keep what an op is about to change."""
-        self._copies, self._random = {}, None
-        if not self.count or _talks(ran):
+        if not self.count:
             return
-        for t in ran.into:
-            if not self._fits(t):
-                self._copies[id(t)] = t.detach().clone() if has_values(t) else t
-            elif self._moved(ran.args, ran.kwargs) or not (is_exact(ran.func) or _is_chosen(t)):
+        self._random, self._blind = None, self.unknown(ran.args, ran.kwargs)
+        into = [t for t in ran.into if t.numel()]
+        self._apart = self._talks(ran) or not all(map(self._fits, into))
+        for t in () if self._blind or self._apart else into:
+            if self._moved(ran.args, ran.kwargs) or not (is_exact(ran.func) or _is_chosen(t)):
                 self._begun(t)
         if torch.Tag.nondeterministic_seeded in ran.func.tags:
             self._random = _generator(ran).get_state()
+
+    def _talks(self, ran: Ran) -> bool:
+        """Return whether an op sends something to other ranks, or has it from them; count it."""
+        talks = ran.op_call.place.sends or ran.facts.receives or distributed.talks(ran.func)
+        self.left_out["what comes from other ranks is not in probes"] += bool(talks)
+        return bool(talks)
 
     def _moved(self, *given: object) -> bool:
         """Return whether some argument of an op is not the run's own in all probes."""
@@ -296,7 +316,8 @@ class Probes:
 
     def about_to_write(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
         """Keep what an op that reads no floats is about to change."""
-        if self._memory and dispatcher.writes(func) and self._moved(args, kwargs):
+        moved = bool(self._memory) and dispatcher.writes(func) and self._moved(args, kwargs)
+        if moved and not self.unknown(args, kwargs):
             for t in filter(self._fits, dispatcher.written(func, args, kwargs)):
                 self._begun(t)
 
@@ -305,6 +326,9 @@ class Probes:
     ) -> None:
         """Run an op that has read no floats in all probes, if what it has read was chosen there."""
         results = tensors(result)
+        if self.unknown(args, kwargs):
+            self._lose(results)
+            return
         if not (self._memory and self._moved(args, kwargs)):
             for t in results:
                 self.unmoved(t)
@@ -318,8 +342,7 @@ class Probes:
                 if self._fits(results[at]):
                     self._put(results[at], torch.stack([run[at] for run in runs]))
         except Exception:  # as of a result whose shape is another
-            self.left_out["ops that fail in probes"] += 1
-            self.forget(results)
+            self._lose(results, 1)
 
     def after(self, ran: Ran, result: object) -> torch.Tensor | None:
         """Run an op in all probes, and move its results.
@@ -328,45 +351,37 @@ class Probes:
         """
         if not self.count:
             return None
-        into, whole = ran.into, tensors(result)
-        results = [*whole, *(t for t in into if not any(t is m for m in whole))]
-        if _talks(ran):
-            self.left_out["what comes from other ranks is not in probes"] += 1
-            self.forget(results)
-            return None
+        whole = tensors(result)
+        results = [*whole, *(t for t in ran.into if not any(t is m for m in whole))]
         try:
-            return self._follow(ran, result, into, results)
+            if self._blind:
+                self._lose(results)
+            elif self._apart:
+                self.forget(results)
+            else:
+                return self._follow(ran, result, results)
         except Exception:  # of an op that is like no other: the program goes on
-            self.left_out["ops that fail in probes"] += 1
-            self.forget(results)
-            return None
+            self._lose(results, 1)
+        return None
 
-    def _follow(
-        self,
-        ran: Ran,
-        result: object,
-        into: list[torch.Tensor],
-        results: list[torch.Tensor],
-    ) -> torch.Tensor | None:
-        if not all(map(has_values, self._copies.values())):
-            raise TypeError("it writes a tensor that cannot be copied")
+    def _follow(self, ran: Ran, result: object, results: list[torch.Tensor]) -> torch.Tensor | None:
         narrow = rounds_operands(ran, result)
         runs = self._run(ran, narrow) if narrow or self._moved(ran.args, ran.kwargs) else []
-        chosen = [_is_chosen(t) or ran.func.overloadpacket.__name__ in _STEPS for t in results]
+        steps = ran.func.overloadpacket.__name__ in rounding.STEPS
+        chosen = [steps or _is_chosen(t) for t in results]
         turned = runs
-        if any(chosen) and runs and not into:
+        if any(chosen) and runs and not ran.into:
             turned = self._run(ran, narrow, rounding.FARTHER)
-        # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
-        moves = not (is_exact(ran.func) or ran.op_call.place.updating)
         given = {*map(modes.storage_key, tensors(ran.args, ran.kwargs))}
-        changed = {*map(modes.storage_key, into)}
+        changed = {*map(modes.storage_key, ran.into)}
         norm, first = None, next((t for t in results if t.is_floating_point()), None)
         for at, t in enumerate(results):
             key = modes.storage_key(t)
             if (key in given and key not in changed) or not self._fits(t):
                 continue  # an alias
             by = None
-            if moves and t.is_floating_point():
+            # Of an optimizer, the last rounding counts, that of the new parameter: see `updated`.
+            if t.is_floating_point() and not ran.op_call.place.updating:
                 by = result_movement(ran, result, t.detach(), wide(t))
             if key in changed:
                 if by is not None:
@@ -407,8 +422,6 @@ class Probes:
     def _each(self, tree: Any, narrow: str = "", times: int = 1) -> Sequence[Any]:
         """Return what each probe has in place of an op's arguments."""
         if isinstance(tree, torch.Tensor):
-            if (copy := self._copies.get(id(tree))) is not None:
-                return [copy.clone() for _ in range(self.count)]
             own = self.of(tree)
             if narrow and tree.dtype is torch.float32:
                 by = tree.detach().abs().mul_(rounding.unit_roundoff(narrow))
@@ -427,16 +440,6 @@ class Probes:
             values = self._each([*tree.values()], narrow, times)
             return [dict(zip(tree, found, strict=True)) for found in values]
         return [tree] * self.count
-
-    def cast(self, source: torch.Tensor, result: torch.Tensor) -> None:
-        """Cast a tensor in all probes, and move it by the rounding of the cast."""
-        if not self.count or not self._fits(result):
-            return
-        narrows = result.element_size() < source.element_size()
-        own, by = self.of(source), stored_movement(result, wide(result)) if narrows else None
-        if own is not None or by is not None:
-            numbers = self._same(result) if own is None else own.to(result.dtype)
-            self._put(result, self._move(result, numbers, by))
 
     def updated(self, t: torch.Tensor) -> torch.Tensor:
         """Return the numbers of a parameter after its update, moved by the rounding of that."""
@@ -459,18 +462,9 @@ class Probes:
         return numbers
 
 
-# Ops on floats that choose, as those do whose results are integers and bools.
-_STEPS = frozenset("round floor ceil trunc sign sgn heaviside floor_divide".split())
-
-
 def _is_chosen(t: torch.Tensor) -> bool:
     """Return whether a tensor has integers or bools."""
     return not (t.is_floating_point() or t.is_complex())
-
-
-def _talks(ran: Ran) -> bool:
-    """Return whether an op sends something to other ranks, or has it from them."""
-    return bool(ran.op_call.place.sends) or ran.facts.receives or distributed.talks(ran.func)
 
 
 def _generator(ran: Ran) -> torch.Generator:
@@ -586,11 +580,16 @@ def _parts(ran: Ran, result: object, t: torch.Tensor) -> _Parts:
 
 def result_movement(
     ran: Ran, result: object, t: torch.Tensor, within: torch.dtype = torch.float64
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Return how far one result of an op may be from the exact one, for each (complex) number.
 
-    `within` is the dtype that this is computed in.
+    None if it is exact. `within` is the dtype that this is computed in.
     """
+    if ran.casts:
+        narrows = t.element_size() < ran.reads[0].element_size()
+        return stored_movement(t, within) if narrows else None
+    if is_exact(ran.func):
+        return None
     parts = _parts(ran, result, t)
     magnitude = _magnitude(t, within)
     if parts.adds:

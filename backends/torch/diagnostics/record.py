@@ -206,6 +206,7 @@ class _Array:
     shares: tuple[float, float] = (0.0, 0.0)  # see `movement_shares`
     terms: "_Terms | None" = None
     narrow: str = ""  # the format to which it rounded its operands
+    unknown: bool = False  # True if an op that it is made of failed in probes
 
 
 # Of a sum: the norm of its terms, relative to its own, and how far it is off, as a share of that.
@@ -263,9 +264,10 @@ class _Step(Subscriber):
     # What runs
 
     def before(self, ran: Ran) -> None:
-        if ran.casts:
-            return
         with Own():
+            if ran.casts:
+                self._probes.before(ran)
+                return
             last, writes = self._last, ran.facts.writes
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
@@ -319,7 +321,7 @@ class _Step(Subscriber):
         if ran.casts:
             self._made(made[0], self._made_of(ran.reads[0], ran.op_call, 0))
             self._copied(ran.reads[0], made[0])
-            self._probes.cast(ran.reads[0], made[0])
+            self._probes.after(ran, result)
             return
         op_call, into = ran.op_call, ran.into
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
@@ -442,6 +444,7 @@ class _Step(Subscriber):
             t = t.to(torch.float32)
         array.summary = self._summaries.add(numbers(t)) if t.is_cpu else sums(t)
         array.changes = None if moved is None else changes(t, moved)
+        array.unknown = self._probes.unknown(t)
 
     # Optimizers
 
@@ -538,7 +541,7 @@ class _Step(Subscriber):
             out = old if reuses else None
             change = torch.sub(new.to(dtype), old.to(dtype), out=out)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
-            array.dtype = new.dtype
+            array.dtype, array.unknown = new.dtype, self._probes.unknown(new)
             norm = torch.linalg.vector_norm(new, dtype=dtype)
             array.own = norm * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
@@ -585,7 +588,9 @@ class _Step(Subscriber):
             times = min(max(float(terms[0]), 1.0), MOST)
             own = max(own, array.terms[1] * times)
         by: tuple[float, ...] = ()
-        if moved is not None:
+        if array.unknown:
+            by = (math.inf,) * VALUES
+        elif moved is not None:
             by = run_record.spread(moved.reshape(-1, VALUES), numbers)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             by = (0.0,) * len(numbers)
@@ -649,9 +654,8 @@ def sums(t: torch.Tensor) -> torch.Tensor:
     if not len(x):
         return torch.zeros(VALUES + 2, dtype=dtype, device=t.device)
     wide = x.to(dtype)
-    finite = wide.isfinite()
-    values = run_record.values_of(torch.where(finite, wide, 0), _looks(wide), torch)
-    return torch.cat([values, torch.stack([(x == 0).sum(), (~finite).sum()]).to(dtype)])
+    found: torch.Tensor = run_record.sums_of(wide, _looks(wide), torch)
+    return found
 
 
 def changes(t: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:

@@ -229,6 +229,14 @@ def test_derivatives_by_hand_are_the_ones_that_run() -> None:
         assert gradient.magnitudes.largest == largest
 
 
+def test_what_a_gradient_keeps_inside_of_a_call_is_no_result_of_it() -> None:
+    softmax = autocast(lambda x: (jax.nn.softmax(x) ** 2).sum(), dtype="bfloat16")
+    audited = audit(jax.grad(softmax))
+    audited(X)
+    said = {r.op: r.magnitudes for r in audited.audit.results if r.direction == "forward"}
+    assert (said["softmax"].values, said["softmax"].largest < 1) == (X.size, True)
+
+
 def carried(x: Any) -> Any:
     return lax.scan(lambda c, _: (c + 1, jnp.sin(c * x)), x, None, length=3)[1]
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from jax import export
 
 import polymp
-from polymp.backends.jax.diagnostics.traced_call import traced
+from polymp.backends.jax.diagnostics.explain import traced
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, ruled
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyWarning

@@ -15,7 +15,7 @@ from jax import lax
 
 import polymp
 from polymp.backends.jax.diagnostics import instrument
-from polymp.backends.jax.diagnostics.traced_call import traced
+from polymp.backends.jax.diagnostics.explain import traced
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import CONSTANT
 from polymp.diagnostics.call_record import FORWARD

@@ -10,34 +10,24 @@ the numbers themselves. Without probes, `spread` is an estimate: each call's own
 what it reads, as far as the magnitudes tell.
 
     partner   the array of the other run that one is held against: that in its place of the program,
-              by module, op, shape and order, or its twin, or what is its counterpart for sure,
-              with other values: the update of one parameter
+              by module, op, shape and order, or its twin
     twin      the array of the other run that has the same values, but for rounding
-    passed    what only one run has, but all that reads it has a twin, or is passed itself
+    passed    what only one run has, but what reads it has a twin: it vouches for what it reads
+    doubtful  a twin that is so nearly none that it may be one by chance: it vouches for nothing
+              that another reader does not
 """
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.rounding import (
-    ABSOLUTE,
-    ADDED,
-    CENTRED,
-    EXACT,
-    SCATTERED,
-    SLOPED,
-    STEEP,
-    UNKNOWN,
-    effect,
-    factor,
-    jumps,
-    unit_roundoff,
-)
+from polymp.diagnostics.rounding import EXACT, factor, unit_roundoff
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -62,6 +52,8 @@ _ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
+_NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
+_DOUBTFUL = 0.3  # of what rounding explains: a pair with a larger difference may be one by chance
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
@@ -129,72 +121,75 @@ class Side:
     """The arrays of one run as numpy arrays."""
 
     def __init__(self, step: RecordedStep, probes: int, names: Mapping[str, str]) -> None:
-        self.arrays, self.probes = step.arrays, probes
+        self.arrays = step.arrays
         self.compiled = COMPILED in step.left_out
         self.modules = [names.get(a.module, a.module) for a in step.arrays]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
-        self.spread = _spread(step.arrays, probes)
+        self.probes = probes
+        if probes:
+            moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
+            self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
+        else:
+            self.spread = _estimated(step.arrays)
         # Arrays that rounding moves by so much as no one knows, and the calls that they are of.
         self.unjudged = {i for i, row in enumerate(self.spread) if math.isinf(row[RMS])}
         self.lost = {self.call(i) for i in self.unjudged}
         self.spread[[*self.unjudged]] = 0.0
+        # Of one element: in the mean over signs, the square of a projection is the mean square. A
+        # number's own rounding to a low dtype may move it in no probe.
+        itself = np.array([a.own * a.values[RMS] for a in step.arrays]) / math.sqrt(3)
+        element = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
+        element = np.maximum(element, itself[:, None])
+        mean = itself / np.sqrt([a.size or 1 for a in step.arrays])
+        self.spread[:, ORDERLESS] = np.maximum(self.spread[:, ORDERLESS], mean[:, None])
+        self.spread[:, PROJECTIONS] = element
+        for part in (slice(AMAX, AMAX + 1), ELEMENTS):
+            self.spread[:, part] = np.maximum(self.spread[:, part], element)
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
-        self.roundoff = _roundoff_of_inputs(step.arrays)
+        # The unit roundoff of the inputs and constants that an array is made of: what rounded these
+        # is no call.
+        units: list[float] = []
+        for a in step.arrays:
+            given = a.dtype in FORMATS and (a.kind == INPUT or not a.reads)
+            own = unit_roundoff(a.dtype) if given else 0.0
+            units.append(max((own, *(units[r] for r in a.reads))))
+        self.roundoff = np.array(units, np.float64)
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
-        groups: dict[tuple[str, int], list[int]] = {}
+        inputs = [i for i, a in enumerate(step.arrays) if a.kind == INPUT]
+        self.input_bits = {i: 1 << n for n, i in enumerate(inputs)}
+        self.by_size: dict[tuple[str, int], Any] = {}
         for i, a in enumerate(step.arrays):
             if i not in self.unjudged:
-                groups.setdefault(_group(a), []).append(i)
-        self.groups = {key: np.array(at) for key, at in groups.items()}
+                self.by_size.setdefault(_group(a), []).append(i)
+        self.by_size = {key: np.array(at) for key, at in self.by_size.items()}
+        # Of calls outside of the backward pass, those that read what it made.
+        self.after_backward: set[int] = set()
         self.readers: list[list[int]] = [[] for _ in step.arrays]
         for i, a in enumerate(step.arrays):
             for source in a.reads:
                 self.readers[source].append(i)
+                back = step.arrays[source].direction == BACKWARD or source in self.after_backward
+                if back and a.kind == RESULT and a.direction != BACKWARD:
+                    self.after_backward.add(i)
 
     def call(self, i: int) -> tuple[str, ...]:
         """The kind, op, direction and module of an array."""
         a = self.arrays[i]
         return a.kind, shared_name(a.name), a.direction, self.modules[i]
 
+    def above_noise(self, i: int) -> bool:
+        """True if an array is more than rounding, which the gradient of a key's bias is."""
+        return i not in self.unjudged and not self.spread[i][RMS] > _NOISE * self.rms[i]
+
     def masks(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
         a = self.arrays[i]
         within = a.dtype in FORMATS and self.largest[i] < FORMATS[a.dtype].max / 4
-        if not within or not (a.name in EXACT or effect(a.name) == ADDED):
+        if not within or a.name not in _MASKING:
             return False
         read = (self.arrays[r] for r in a.reads)
         return not any(0 < x.bad < x.size == a.size for x in read)
-
-
-def _spread(arrays: Sequence[RecordedArray], probes: int) -> Any:
-    """How far rounding moves the numbers of each array: [arrays, VALUES]."""
-    if probes:
-        moved = [a.spread or (0.0,) * VALUES for a in arrays]
-        spread = np.array(moved, np.float64).reshape(-1, VALUES)
-    else:
-        spread = _estimated(arrays)
-    # Of one element: in the mean over signs, the square of a projection is the mean square. A
-    # number's own rounding to a low dtype may move it in no probe.
-    own = np.array([[a.own * a.values[RMS] / math.sqrt(3)] for a in arrays])
-    element = np.sqrt((spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
-    element = np.maximum(element, own)
-    mean = own / np.sqrt([[a.size or 1] for a in arrays])
-    spread[:, ORDERLESS] = np.maximum(spread[:, ORDERLESS], mean)
-    spread[:, PROJECTIONS] = element
-    for part in (slice(AMAX, AMAX + 1), ELEMENTS):
-        spread[:, part] = np.maximum(spread[:, part], element)
-    return spread
-
-
-def _roundoff_of_inputs(arrays: Sequence[RecordedArray]) -> Any:
-    """The unit roundoff of what each array is made of: no call rounded inputs and constants."""
-    units: list[float] = []
-    for a in arrays:
-        stored = a.dtype in FORMATS and (a.kind == INPUT or not a.reads)
-        own = unit_roundoff(a.dtype) if stored else 0.0
-        units.append(max((own, *(units[r] for r in a.reads))))
-    return np.array(units, np.float64)
 
 
 def _group(a: RecordedArray) -> tuple[str, int]:
@@ -205,6 +200,20 @@ def _group(a: RecordedArray) -> tuple[str, int]:
 
 # How far rounding moves arrays, from their magnitudes alone: errors are relative to the root mean
 # square, independent, and go from call to call by the class of the op.
+
+_ADDS = frozenset("add sub rsub".split())  # an error stays as large as it is
+_MASKING = EXACT | _ADDS  # ops by which a mask may be applied
+_CENTRED = frozenset("var std var_mean std_mean".split())  # they subtract a mean, as norms do
+# An error is as large as it was or, of a small result, the same share of it.
+_ABSOLUTE = frozenset("log log2 log10 log1p logsumexp log_softmax sin cos tan".split())
+# An error of a large number is a large share of the result, as that of exp(100).
+_STEEP = frozenset(("softmax", "activation", "attention", "power", "inverse", "special"))
+_RATIOS = frozenset("rsqrt reciprocal".split())  # of these, the same share of any
+# A number that has another sign, or is no longer the largest, has another derivative.
+_JUMPS = frozenset("abs relu relu6 leaky_relu hardtanh threshold l1_loss".split())
+# Sums of which a record has no terms, besides those of the class "accumulation".
+_SCATTERED = frozenset("nansum embedding_bag _embedding_bag _embedding_bag_forward_only".split())
+_UNKNOWN = frozenset(("linear_algebra", "iteration", "custom"))  # that of an inverse may be any
 
 _MASK = 88.0  # larger numbers are a mask's: exp(-88) is zero
 _RARE = 1e-3  # numbers that jump; fewer are passed over
@@ -218,7 +227,7 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
     for i, a in enumerate(arrays):
         size, least, unit = a.values[RMS] or 1.0, 0.0, 0.0
         read_in = [arrays[r] for r in a.reads]
-        if effect(a.name) == SCATTERED:
+        if a.name in _SCATTERED or vocabulary().op(a.name).kind == "accumulation":
             # Of sums in places, the terms are not in the record: of each place, about as many.
             norms = (x.values[RMS] * max(x.size / max(a.size, 1), 1.0) ** 0.5 for x in read_in)
             terms = min(max((*norms, size)) / size, MOST)
@@ -241,48 +250,49 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
 
 def _carried(a: RecordedArray, read: Sequence[tuple[float, RecordedArray]]) -> float:
     """The error of a result by those of the arrays that the call reads, which are not 0."""
-    how, largest = effect(a.name), max(r for r, _ in read)
+    kind, largest = vocabulary().op(a.name).kind, max(r for r, _ in read)
     if a.kind == UPDATE:
         return math.sqrt(largest)  # an optimizer may hand on the sign alone
     if a.kind != RESULT or a.name == "to":
         return largest * a.terms
-    if how == ADDED:
+    if a.name in _ADDS:
         sizes = [x.values[RMS] for _, x in read]
         parts = (r * size for (r, _), size in zip(read, sizes, strict=True))
         # Of arrays that are smaller than the sum together, larger parts are read.
         return math.hypot(*parts) / min(a.values[RMS] or 1.0, sum(sizes) or 1.0)
     forward = [(r, x) for r, x in read if x.direction != BACKWARD]
-    if vocabulary().op(a.name).kind in vocabulary().moving:
+    if kind in vocabulary().moving:
         error = largest
     else:  # of gradients, of which a result is the sum, the largest counts
         back = max((r * a.terms for r, x in read if x.direction == BACKWARD), default=0.0)
-        error = math.hypot(back, *(r * _gain(a, how, x) for r, x in forward))
-    if forward and jumps(a.name, a.direction == BACKWARD):
-        count = a.size * max(r for r, _ in forward)
-        error += 2 * math.sqrt(max(count, 0.01) / a.size) if count > _RARE else 0.0
+        error = math.hypot(back, *(r * _gain(a, kind, x) for r, x in forward))
+    chooses = kind in ("comparison", "pooling") or a.name in _JUMPS
+    if forward and (a.name == "sign" or (chooses and a.direction == BACKWARD)):
+        jumps = a.size * max(r for r, _ in forward)
+        error += 2 * math.sqrt(max(jumps, 0.01) / a.size) if jumps > _RARE else 0.0
     return error
 
 
 def unknown(a: RecordedArray) -> bool:
     """True if the magnitudes do not tell how far rounding moves the result of a call."""
     custom = "::" in a.name  # of another library than torch
-    return a.kind == RESULT and (custom or effect(a.name) == UNKNOWN)
+    return a.kind == RESULT and (custom or vocabulary().op(a.name).kind in _UNKNOWN)
 
 
-def _gain(a: RecordedArray, how: str, read: RecordedArray) -> float:
+def _gain(a: RecordedArray, kind: str, read: RecordedArray) -> float:
     """How many times larger the error of an array is in the result of a call that reads it."""
     x, back = read.values[RMS] or 1.0, a.direction == BACKWARD
     change = x / (a.values[RMS] or 1.0)
-    if how == CENTRED:
+    if a.name in _CENTRED or kind == "normalisation":
         variance = x**2 - read.values[MEAN] ** 2
         return a.terms * (x / math.sqrt(variance) if variance > 0 else MOST)
-    if how == ABSOLUTE and not back:
+    if not back and (a.name in _ABSOLUTE or kind == "loss"):
         return max(a.terms, change)
-    if how not in (STEEP, SLOPED, ABSOLUTE):
+    if kind not in _STEEP or a.name in _RATIOS:
         return a.terms
     near = (abs(v) for v in read.values[ELEMENTS] if abs(v) < _MASK)
     steep = max(1.0, min(x, max(near, default=_MASK)))
-    if how == SLOPED and not back:
+    if kind == "activation" and not back:  # whose slope is at most about 1
         steep = min(steep, max(1.0, 1.2 * change))
     return a.terms * steep
 
@@ -293,33 +303,44 @@ class Pairs:
     def __init__(self, one: Side, other: Side, ported: bool) -> None:
         self.one, self.other = one, other
         self.ported = ported  # True of two frameworks
-        self.deviations = factor(VALUES * (len(one.arrays) + len(other.arrays)))
+        self.by_values = ported  # True if the calls are matched by their values
+        numbers = VALUES * (len(one.arrays) + len(other.arrays))
+        self.deviations = factor(numbers)
         paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
         self.shared = paths[0] & paths[1]  # module paths that both have, and the top level
         if self.shared:
             self.shared.add("")
-        # Of the first run: the array of the other that it is held against.
-        self.partner = {} if ported else _by_name(one, other)
-        calls = {} if ported else _by_place(one, other, bool(self.shared))
-        # Of another program, as a port is, or what a region makes of it, values match the calls.
-        self.by_values = len(calls) < _SAME * min(len(one.results), len(other.results))
-        if not self.by_values:
-            self.partner |= calls
+        self.partner: dict[int, int] = {}  # of the first run: the array that it is held against
+        if not ported:
+            self.partner = _by_name(one, other)
+            calls = _by_place(one, other, bool(self.shared))
+            if len(calls) >= _SAME * min(len(one.results), len(other.results)):
+                self.partner |= calls
+            else:  # another program, such as a port, or what a region makes of it
+                self.by_values = True
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
+        self.ordered: set[int] = set()  # of these, those that have the same order of elements
         for i in range(len(one.arrays)):
             j = self.partner.get(i)
             if i in one.unjudged or j in other.unjudged:
                 continue
-            if (j := self._twin_of(i, j)) is not None:
+            if j is None or self.excess(i, j) > 1:
+                j = self.search(i, j)
+            if j is not None:
                 self.twins[i] = j
+                if len(self.comparable(i, j)[0]) == VALUES:
+                    self.ordered.add(i)
         self.partner |= self.twins  # where a call was aligned wrongly, the other one is left
+        self.partners = {*self.partner.values()}
         # Of the other run: the arrays whose values the first one has.
-        rest = {*range(len(other.arrays))}.difference(self.partner.values())
-        self.found = {*self.twins.values(), *filter(self._has_twin, rest)}
-        left = [i for i in range(len(one.arrays)) if i not in self.partner]
-        self._add((i, k) for i in left for k in (*self._of_parameter(i), *self._masked(i)))
+        rest = (j for j in range(len(other.arrays)) if j not in self.partners)
+        self.found = {*self.twins.values(), *filter(self.has_twin, rest)}
+        for i in range(len(one.arrays)):
+            k = self._other_mask(i)
+            if k is not None:
+                self.partner[i] = k
+                self.partners.add(k)
 
-    @np.errstate(over="ignore", invalid="ignore")
     def differences(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
         a, b = self.one, self.other
@@ -351,19 +372,34 @@ class Pairs:
         """The same of those that can be compared; `strict` where they alone say what is a pair."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.differences(i, j)
-        if bool(one.bad) != bool(other.bad):
+        masks = self.one.masks(i) and self.other.masks(j)
+        if (one.bad != other.bad) if masks else (bool(one.bad) != bool(other.bad)):
             difference = np.full(VALUES, math.inf)  # rounding alone moves none of these
         ordered = self._in_order(i, j, allowed[RMS])
         if one.kind == UPDATE and not strict:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
             # rounding, an element jumps, which no probe may have shown: up to two are let pass.
-            if ordered:
-                if _of_two_elements(difference[PROJECTIONS], float(allowed[PROJECTIONS].max())):
-                    allowed = np.maximum(allowed, difference)
-            elif one.size >= _POOLED:  # of fewer, two are too much
+            if not ordered:
                 allowed[ORDERLESS] += 4 * max(one.values[AMAX], other.values[AMAX]) / one.size
+            elif _of_two_elements(difference[PROJECTIONS], float(allowed[PROJECTIONS].max())):
+                allowed = np.maximum(allowed, difference)
         part = slice(0, VALUES) if ordered else ORDERLESS
         return difference[part], allowed[part]
+
+    def _other_mask(self, i: int) -> int | None:
+        """The masked scores of the other run where those of the first have no twin; None of others.
+
+        What reads them may have the same values in both runs, but for rounding: the Inf tell more.
+        """
+        array, other = self.one.arrays[i], self.other
+        if i in self.partner or not (array.bad and self.one.masks(i)):
+            return None
+        read = [self.twins[r] for r in array.reads if r in self.twins]
+        for k in (k for j in read for k in other.readers[j]):
+            alike = other.arrays[k].bad and _group(other.arrays[k]) == _group(array)
+            if alike and k not in self.found and k not in self.partners and other.masks(k):
+                return k
+        return None
 
     def excess(self, i: int, j: int, strict: bool = False) -> float:
         """How many times larger the largest difference is than what rounding explains."""
@@ -373,7 +409,8 @@ class Pairs:
         """True if two arrays have their elements in the same order.
 
         Between frameworks equal lengths may be other axes. Without any it is taken for granted
-        where the other numbers are `allowed` to be off by so much that they tell nothing.
+        where the other numbers are `allowed` to be off by so much that they tell nothing; leading
+        axes may be one, if it is so in what the call reads.
         """
         mine, theirs = self.one.arrays[i].shape, self.other.arrays[j].shape
         if not self.by_values:
@@ -383,30 +420,34 @@ class Pairs:
             return mine == theirs and not (turned and len({*mine}) < len(mine))
         if allowed <= _ROUGH * max(self.one.rms[i], self.other.rms[j]):
             return False
-        lengths = [n for n in mine if n > 1]
-        return mine == theirs and len({*lengths}) == len(lengths)
+        shape = max(mine, theirs, key=len)
+        lengths = [n for n in shape if n > 1]
+        if len({*lengths}) < len(lengths):
+            return False
+        known = not self.ordered.isdisjoint(self.one.arrays[i].reads)
+        ends = [_leading_products(shape) for shape in (mine, theirs)]
+        parts = ends[0] <= ends[1] or ends[1] <= ends[0]
+        return mine == theirs or (known and parts)
 
-    def _twin_of(self, i: int, placed: int | None) -> int | None:
+    def search(self, i: int, placed: int | None) -> int | None:
         """The array of the other run that has the values of one of the first; None without.
 
         The one in its place may be wrong: of another call in the module, as a product with a bias
         beside one without.
         """
-        if placed is not None and self.excess(i, placed) <= 1:
-            return placed
         array = self.one.arrays[i]
         if placed is not None and array.kind not in (RESULT, INPUT):
             return None
-        fits = [j for _, j in self._with_values(i, self.other.groups.get(_group(array)))]
-        fits = [j for j in fits if _alike(self.other.arrays[j], array)] or fits
-        if placed is not None:
-            modules = self.other.modules, self.one.modules[i]
-            fits = [j for j in fits if modules[0][j] == modules[1] and self.one.rms[i]]
-        return next(iter(fits), None)
+        fits = [j for _, j in self._with_values(i, self.other.by_size.get(_group(array)))]
+        alike = [j for j in fits if _alike(self.other.arrays[j], array)]
+        if placed is None:
+            return next(iter(alike or fits), None)
+        near = (j for j in alike or fits if self.other.modules[j] == self.one.modules[i])
+        return next(near, None) if self.one.rms[i] else None
 
-    def _has_twin(self, j: int) -> bool:
+    def has_twin(self, j: int) -> bool:
         """True if some array of the first run has the values of one of the other."""
-        at = self.one.groups.get(_group(self.other.arrays[j]))
+        at = self.one.by_size.get(_group(self.other.arrays[j]))
         return bool(self._with_values(at, j))
 
     def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
@@ -429,94 +470,57 @@ class Pairs:
         modules = {self.one.modules[i], self.other.modules[j]}
         return len(modules) == 1 or not modules <= self.shared
 
-    def _add(self, pairs: Iterable[tuple[int, int]]) -> None:
-        """Pair what has one counterpart in the other run, even where that has other values."""
-        taken = {*self.partner.values()}
-        for i, k in pairs:
-            if i not in self.partner and k not in taken:
-                self.partner[i] = k
-                taken.add(k)
-
-    def _of_parameter(self, i: int) -> Iterator[int]:
-        """The other run's updates of the parameter that has the same values as that of an update.
-
-        Zeros have no counterpart: they may be the state of an optimizer.
-        """
-        one, other = self.one.arrays, self.other.arrays
-        if one[i].kind == UPDATE:
-            inputs = (t for t in self.twins if one[t].kind == INPUT and one[t].name == one[i].name)
-            names = {other[self.twins[t]].name for t in inputs if self.one.rms[t]}
-            yield from (k for k, a in enumerate(other) if a.kind == UPDATE and a.name in names)
-
-    def _masked(self, i: int) -> Iterator[int]:
-        """The masked scores of the other run, of masked scores.
-
-        What reads them may have the same values in both runs, but for rounding: the Inf tell more.
-        """
-        array, other = self.one.arrays[i], self.other
-        if array.bad and self.one.masks(i):
-            for k in (
-                k for r in array.reads if r in self.twins for k in other.readers[self.twins[r]]
-            ):
-                alike = other.arrays[k].bad and _group(other.arrays[k]) == _group(array)
-                if alike and k not in self.found and other.masks(k):
-                    yield k
-
-    def _compiled(self, ours: set[int], theirs: set[int]) -> list[tuple[int, int]]:
-        """Results of compiled code that are off, with those of their shape, the nearest first."""
-        one, other, taken = self.one.arrays, self.other.arrays, {*self.partner.values()}
-        off = {i for i in self.one.results if one[i].name == COMPILED} - ours
-        off_there = {k for k in self.other.results if other[k].name == COMPILED} - theirs
-        calls = [k for k in self.other.results if k not in taken]
-        rest = (i for i in self.one.results if i not in self.partner)
-        pairs = ((i, k) for i in rest for k in calls if i in off or k in off_there)
-        alike = [(i, k) for i, k in pairs if _end_of(one[i]) == _end_of(other[k])]
-        return sorted(alike, key=lambda pair: self.differences(*pair)[0][PROJECTIONS].max())
-
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
-        ours, theirs = self._passed()
-        self._add(self._compiled(ours, theirs))
-        rows: list[Compared] = []
-        for i, j in self._places():
-            if i is not None and j is not None:
-                rows.append(self._pair(i, j))
-            elif i is not None:
-                verdict = _alone(self.one, i, self.other, i in ours)
-                rows.append(Compared(self.one.arrays[i], None, verdict))
-            elif j is not None:
-                verdict = _alone(self.other, j, self.one, j in theirs)
-                rows.append(Compared(None, self.other.arrays[j], verdict))
-        first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
-        if first is None or (first.one is not None and first.other is not None):
-            return rows, first
-        return rows, self._beside(first)
-
-    def _places(self) -> Iterator[tuple[int | None, int | None]]:
-        """The arrays of both runs in program order, pairs and those that only one has."""
-        other, partners = self.other, {*self.partner.values()}
-        lone = [j for j in range(len(other.arrays)) if j not in partners]
-        ends: list[int] = []
-        if self.by_values:
-            # Where ops are split otherwise, what only the other run has says nothing but at an end.
-            calls = [j for j in lone if other.arrays[j].kind == RESULT]
-            lone = [j for j in calls if other.arrays[j].name == COMPILED]
-            ends = [j for j in calls if j not in lone and not other.readers[j]]
-        for i in range(len(self.one.arrays)):
-            j = self.partner.get(i)
-            while j is not None and lone and lone[0] < j:
-                yield None, lone.pop(0)
-            yield i, j
-        yield from ((None, j) for j in (*lone, *ends))
-
-    def _passed(self) -> tuple[set[int], set[int]]:
-        """Of both runs, the arrays that need no counterpart."""
         shared = self.shared if self.ported else set()
         left = self._not_comparable() if self.by_values else set()
-        kept = left.union(self.partner, self.one.unjudged)
-        ours = _vouched_for(self.one, kept, {*self.twins}, shared)
-        kept = self.found.union(self.partner.values(), self.other.unjudged)
-        return ours | left, _vouched_for(self.other, kept, self.found, shared)
+        doubtful = {i for i, j in self.twins.items() if self.excess(i, j) > _DOUBTFUL}
+        kept = {*self.partner, *left}
+        passed = _vouched_for(self.one, kept, self._evidence(), shared, doubtful) | left
+        every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
+        kept, doubtful = self.found | self.partners, {self.twins[i] for i in doubtful}
+        passed_there = _vouched_for(self.other, kept, every, shared, doubtful) | self.found
+
+        def alone(j: int) -> Compared:
+            verdict = _alone(self.other, j, self.one, j in passed_there)
+            return Compared(None, self.other.arrays[j], verdict)
+
+        def tells(j: int) -> bool:
+            # Where ops are split otherwise, what only the other run has says nothing but at an end.
+            known = not self.by_values or self.other.arrays[j].name == COMPILED
+            return known and j not in self.partners
+
+        def is_end(j: int) -> bool:
+            end = self.other.arrays[j].kind == RESULT and not self.other.readers[j]
+            return self.by_values and end and not (tells(j) or j in self.partners)
+
+        rows: list[Compared] = []
+        todo = 0  # of the other run
+        for i, array in enumerate(self.one.arrays):
+            j = self.partner.get(i)
+            if j is not None:
+                rows += map(alone, filter(tells, range(todo, j)))
+                todo = max(todo, j + 1)
+                rows.append(self._pair(i, j))
+            else:
+                verdict = _alone(self.one, i, self.other, i in passed)
+                rows.append(Compared(array, None, verdict))
+        rest = range(todo, len(self.other.arrays))
+        rows += map(alone, filter(tells, rest))
+        rows += map(alone, filter(is_end, range(len(self.other.arrays))))
+        while True:
+            first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
+            if first is None or (first.one is not None and first.other is not None):
+                return rows, first
+            lone, first = first, self._with_partner(first)
+            if _is_end(lone.array) and first.verdict in (EXPLAINED, UNEXPLAINED):
+                rows = [
+                    first if r is lone else r
+                    for r in rows
+                    if r is lone or (r.one is not first.one and r.other is not first.other)
+                ]
+            if first.verdict != EXPLAINED:
+                return rows, first
 
     def _not_comparable(self) -> set[int]:
         """Updates and gradients of inputs that only the first run has, and what these alone read.
@@ -536,6 +540,19 @@ class Pairs:
                 left.add(i)
         return left
 
+    def _evidence(self) -> dict[int, int]:
+        """Of arrays of the first run with a twin, the inputs that it is made of: a bit for each.
+
+        All of one that is made of none, as updates of running means are in torch.
+        """
+        bits: dict[int, int] = {}  # of the other run's inputs: ours with the same values
+        for i, j in self.twins.items():
+            if i in self.one.input_bits:
+                bits[j] = bits.get(j, 0) | self.one.input_bits[i]
+        made = _made_of(self.other, bits)
+        told = ((i, j) for i, j in self.twins.items() if self.one.above_noise(i))
+        return {i: made[j] or -1 for i, j in told}
+
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
         if i in self.one.unjudged or j in self.other.unjudged:
@@ -549,7 +566,7 @@ class Pairs:
         verdict = EXPLAINED if share <= 1 else UNEXPLAINED
         return Compared(one, other, verdict, off, float(allowed[at]) / size, share, *means)
 
-    def _beside(self, row: Compared) -> Compared:
+    def _with_partner(self, row: Compared) -> Compared:
         """A call that only one run has, beside the call of the other that reads the same values."""
         mine, theirs, twins = self.one, self.other, self.twins
         # Within one framework, a call that is aligned with another is no counterpart.
@@ -559,6 +576,13 @@ class Pairs:
             mine, theirs, taken = theirs, mine, {*aligned}
             twins = {j: i for i, j in twins.items()}
         at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
+        if _is_end(row.array):
+            update = row.array.kind == UPDATE
+            k = _update_of(mine, at, theirs, twins) if update else _same_end(mine, at, theirs)
+            if k is not None and k not in taken:
+                judged = self._pair(*((at, k) if row.one is not None else (k, at)))
+                # Two elements, which may jump, are too much of a few: of these, no values agreed.
+                return judged._replace(verdict=UNEXPLAINED) if row.array.size < _POOLED else judged
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         found: list[tuple[bool, bool, int]] = []
@@ -566,16 +590,15 @@ class Pairs:
             a = theirs.arrays[k]
             size, name = a.size != row.array.size, not _alike(a, row.array)
             fits = not (size and name) if self.by_values else not name  # nor is one of another op
-            if fits and a.direction == row.array.direction and k not in theirs.unjudged:
+            if fits and a.direction == row.array.direction:
                 found.append((size, name, k))
         if not found:
             return row
         size, name, k = min(found)
-        if not (size or name):
-            pair = (at, k) if row.one is not None else (k, at)
-            return self._pair(*pair)._replace(verdict=UNEXPLAINED)
-        beside = theirs.arrays[k]
-        return row._replace(one=row.one or beside, other=row.other or beside)
+        if size or name:
+            return row._replace(other=theirs.arrays[k])
+        pair = (at, k) if row.one is not None else (k, at)
+        return self._pair(*pair)._replace(verdict=UNEXPLAINED)
 
 
 def in_another_dtype(row: Compared) -> bool:
@@ -638,57 +661,110 @@ def _alone(side: Side, i: int, other: Side, passed: bool) -> str:
     return PASSED if passed or hidden or array.kind == INPUT else ALONE
 
 
-def _vouched_for(side: Side, kept: set[int], vouchers: set[int], shared: set[str]) -> set[int]:
-    """The arrays of one run that need no counterpart: all that reads them has the same values.
+def _vouched_for(
+    side: Side, kept: set[int], vouchers: Mapping[int, int], shared: set[str], doubtful: set[int]
+) -> set[int]:
+    """The arrays of one run that need no counterpart: what reads them has the same values in both.
 
-    A reader is one of the `vouchers`, which have a twin, or is vouched for itself; one that is
-    `kept`, and has other values, tells nothing.
-    Readers in the backward pass count for what has no others: the gradient of a loss reads the
-    scores, for their shape, and is made of the targets alone. So all that reads such an array
-    counts. It does, too, of what only single numbers tell of, such as a loss, which may be the same
-    by chance.
+    Such a reader, one of the `vouchers`, comes with the inputs that its counterpart is made of: it
+    vouches for what is made of one of these, too. The gradient of a loss reads the scores, for
+    their shape, and is made of the targets alone. The backward pass counts for what it alone reads.
     Two frameworks split the modules that both have into other calls, but have the same numbers
     where such a module, one of `shared`, hands them on.
+    Some vouchers do not count if another call that reads the array is neither vouched for nor
+    `kept`: one number, as a loss is, which may be the same by chance; an array of the backward pass
+    that is made of a part of the inputs, which may not use the values that it reads; and one of the
+    `doubtful`, whose values just pass for the same.
     """
-    vouched = {*vouchers}
-    weak = {i for i in vouchers if side.arrays[i].size == 1}  # and what these alone tell of
-    late = _after_backward(side.arrays)
+    inputs = dict(vouchers)  # and of those that are vouched for
+    lone = {i for i in vouchers if side.arrays[i].size == 1}  # and those that these alone tell of
+    known = functools.reduce(operator.or_, vouchers.values(), 0)
+    made = _made_of(side, {i: known & bit for i, bit in side.input_bits.items()})
+    doubted: set[int] = set()
     parts = [_group(a)[0] for a in side.arrays]
-    for i in reversed(range(len(side.arrays))):
-        if i in kept or i in vouched:
+    for i in range(len(side.arrays) - 1, -1, -1):
+        open_ends = [r for r in side.readers[i] if r not in inputs and r not in kept]
+        if i in doubtful and side.arrays[i].direction != BACKWARD:
+            if any(parts[r] == parts[i] for r in open_ends):
+                doubted.add(i)
+        if i in kept or i in inputs:
             continue
         readers = side.readers[i]
+        if not readers and i in side.after_backward:  # as the norm of all gradients
+            inputs[i] = made[i]
+        if made[i]:
+            readers = [r for r in readers if r not in inputs or inputs[r] & made[i]]
         near = [r for r in readers if parts[r] == parts[i]]
         handed = side.modules[i] in shared and side.arrays[i].direction != BACKWARD
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
-        told = [r for r in near or readers if r in vouched]
-        if not near or weak.issuperset(told):
-            near = readers
-            weak.add(i)
-        if (told and all(r in vouched or r in kept for r in near)) or (not readers and i in late):
-            vouched.add(i)
-    return vouched
+        told = [r for r in near or readers if r in inputs and r not in doubted]
+        partly = set() if near else {r for r in told if made[i] & ~inputs[r]}
+        if told and (lone | partly).issuperset(told):
+            if open_ends:
+                continue
+            lone.add(i)
+        if told:
+            inputs[i] = functools.reduce(operator.or_, (inputs[r] & made[i] for r in told))
+    return {*inputs}
 
 
-def _after_backward(arrays: Sequence[RecordedArray]) -> set[int]:
-    """The results of what only looks at gradients, as the norm of all of them."""
-    late: set[int] = set()
-    for i, a in enumerate(arrays):
-        back = (r in late or arrays[r].direction == BACKWARD for r in a.reads)
-        if a.kind == RESULT and a.direction != BACKWARD and any(back):
-            late.add(i)
-    return late
-
-
-def _end_of(a: RecordedArray) -> tuple[Any, ...]:
-    """In which the result of compiled code and the last call in it agree."""
-    return a.shape, a.direction
+def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
+    """The inputs that each array is made of, as the bits of these."""
+    made: list[int] = []
+    for i, a in enumerate(side.arrays):
+        made.append(functools.reduce(operator.or_, (made[r] for r in a.reads), bits.get(i, 0)))
+    return made
 
 
 def _is_returned(a: RecordedArray) -> bool:
     """True for what a function returns, which no call of its own makes."""
     return a.kind == RESULT and not a.run and a.name != COMPILED
+
+
+def _is_end(a: RecordedArray) -> bool:
+    """True for what has one counterpart, even if its values are others."""
+    return a.kind == UPDATE or a.name == COMPILED
+
+
+def _update_of(side: Side, at: int, other: Side, twins: Mapping[int, int]) -> int | None:
+    """The other run's update of the parameter with the same values; None if none is known."""
+    name = INPUT, side.arrays[at].name
+    for i, j in twins.items():
+        a = side.arrays[i]
+        if (a.kind, a.name) == name and side.rms[i]:  # zeros may be the state of an optimizer
+            theirs = UPDATE, other.arrays[j].name
+            return next((k for k, b in enumerate(other.arrays) if (b.kind, b.name) == theirs), None)
+    return None
+
+
+def _same_end(side: Side, at: int, other: Side) -> int | None:
+    """The result with which the other run ends what is compiled here; None if it is not known.
+
+    In both, the same ops come after it in the module. It is the last of the same shape and module
+    that none of the calls before these reads.
+    """
+    array = side.arrays[at]
+
+    def ran(run: Side, start: int) -> list[int]:
+        top = _path(side.modules[at])
+        inside = (i for i in run.results if _path(run.modules[i])[: len(top)] == top)
+        return [i for i in inside if i >= start and run.arrays[i].direction == array.direction]
+
+    after, calls = ran(side, at + 1), ran(other, 0)
+    calls, rest = calls[: len(calls) - len(after)], calls[len(calls) - len(after) :]
+    names = [
+        [shared_name(x.arrays[i].name) for i in ends] for x, ends in ((side, after), (other, rest))
+    ]
+    if names[0] != names[1]:
+        return None
+    ends = (j for j in reversed(calls) if not {*calls}.intersection(other.readers[j]))
+    return next((j for j in ends if other.arrays[j].shape == array.shape), None)
+
+
+def _path(module: str) -> list[str]:
+    """The parts of a module path, without the one that torch.compile adds."""
+    return [part for part in module.split(".") if part not in ("", "_orig_mod")]
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -737,3 +813,8 @@ def _quantile(normal: float, degrees: Any) -> Any:
     degrees = np.minimum(degrees, 1e9)
     scaled = normal * (8 * degrees + 3) / (8 * degrees + 1)
     return np.sqrt(degrees * np.expm1(scaled**2 / degrees))
+
+
+def _leading_products(shape: tuple[int, ...]) -> set[int]:
+    """The products of the leading lengths: of a shape whose axes are parts of another's, some."""
+    return {math.prod(shape[: at + 1]) for at in range(len(shape))}

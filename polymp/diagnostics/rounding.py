@@ -46,7 +46,6 @@ from typing import Any, NamedTuple
 
 from polymp.diagnostics.call_record import Call
 from polymp.dtypes import FORMATS
-from polymp.rules.vocabulary import vocabulary
 
 # The probability of a false alarm, for all numbers of one result together.
 CHANCE = 1e-6
@@ -78,42 +77,6 @@ EXACT = frozenset(
     slice_backward index_select masked_fill detach
     """.split()
 )
-
-# How errors of operands show in a result, by its op or else the class of that: as the same share of
-# its size, but for these.
-ADDED = "added"  # an error stays as large as it is
-ABSOLUTE = "absolute"  # so it does or, of a small result, as the same share of it
-CENTRED = "centred"  # a mean is subtracted first
-STEEP = "steep"  # an error of a large number is a large share of the result, as that of exp(100)
-SLOPED = "sloped"  # likewise, but a slope is at most about 1
-SCATTERED = "scattered"  # sums in places, of which a record has no terms
-UNKNOWN = "unknown"  # that of an inverse may be any
-_EFFECTS = {
-    ADDED: "add sub rsub",
-    ABSOLUTE: "loss log log2 log10 log1p logsumexp log_softmax sin cos tan",
-    CENTRED: "normalisation var std var_mean std_mean",
-    STEEP: "softmax attention power inverse special",
-    SLOPED: "activation",
-    SCATTERED: "accumulation nansum embedding_bag _embedding_bag _embedding_bag_forward_only",
-    UNKNOWN: "linear_algebra iteration custom",
-    "": "rsqrt reciprocal",
-}
-_EFFECT = {name: effect for effect, names in _EFFECTS.items() for name in names.split()}
-
-# A number that has another sign, or is no longer the largest, has another derivative.
-_JUMPS = frozenset(
-    "comparison pooling abs relu relu6 leaky_relu hardtanh threshold l1_loss sign".split()
-)
-
-
-def effect(op: str) -> str:
-    """How the errors of an op's operands show in its result; "" as the same share."""
-    return _EFFECT.get(op, _EFFECT.get(vocabulary().op(op).kind, ""))
-
-
-def jumps(op: str, back: bool) -> bool:
-    """True if an op's result, or its derivative, jumps where an operand is near another number."""
-    return op == "sign" or (back and not _JUMPS.isdisjoint((op, vocabulary().op(op).kind)))
 
 
 def results(tree: object, of: str) -> dict[str, Any]:

@@ -155,14 +155,11 @@ def layer_of(row: Compared | None) -> str:
 def misnamed(cell: Cell, comparison: Comparison) -> str:
     """Return the mistake in a comparison; "" if it names the fault."""
     first, planted = comparison.first, str(CONFIG.layer)
-    if cell.hidden:  # but for what it computes on the way, as gelu by tanh does for its derivative
-        return "" if first is None or layer_of(first) == planted else f"names {first.array}"
-    if cell.fault in OF_DTYPES:
-        if layer_of(comparison.parted) != planted:
-            return f"parts at {comparison.parted and comparison.parted.array}"
-        return "" if first is None or layer_of(first) == planted else f"names {first.array}"
-    if first is None:
-        return "names nothing"
+    of_dtypes = cell.fault in OF_DTYPES and not cell.hidden
+    if of_dtypes and layer_of(comparison.parted) != planted:
+        return f"parts at {comparison.parted and comparison.parted.array}"
+    if first is None:  # a hidden one may show in what it computes on the way, as gelu by tanh does
+        return "" if cell.hidden or of_dtypes else "names nothing"
     right = first.array.kind == UPDATE if cell.fault == "adam" else layer_of(first) == planted
     return "" if right else f"names {first.array}"
 

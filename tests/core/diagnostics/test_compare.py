@@ -307,8 +307,8 @@ def test_a_model_that_is_compiled_as_a_whole(loss: bool) -> None:
         assert ("both runs are compiled" in " ".join(found.notes)) == (pair[0] is same)
 
 
-def test_compiled_code_stands_beside_the_nearest_call_of_its_shape() -> None:
-    """Its end is not known: the other call that comes after it may be part of it."""
+def test_compiled_code_with_an_end_that_is_not_known_stands_alone() -> None:
+    """The other call that comes after it may be part of the compiled code."""
     eager = record(arrays(with_loss(calls(4), loss=True), 1))
     off = compiled(3, epsilon=1e-2, loss=True)
     code, after, *rest = off.steps[0].arrays
@@ -316,8 +316,7 @@ def test_compiled_code_stands_beside_the_nearest_call_of_its_shape() -> None:
     found = polymp.compare(eager, off._replace(steps=(off.steps[0]._replace(arrays=ran),)))
     assert first_of(found) == ("compiled", "")
     assert found.first is not None
-    assert found.first.one is not None
-    assert (found.first.one.name, found.first.one.module) == ("add", "blocks.3")
+    assert found.first.one is None
 
 
 def test_modules_of_other_names() -> None:

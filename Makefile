@@ -53,6 +53,9 @@ DOCUMENTED := polymp backends
 
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
+# The marks of what make test asks; .ci/run leaves out what test-long asks again, of more examples.
+ASKED ?= not long
+
 # The tests that are part of lint.
 LINTED := tests/core/test_layers.py tests/core/test_docstrings.py
 
@@ -68,7 +71,7 @@ test: style
 	@$(MAKE) --no-print-directory -j2 types pytest
 
 pytest: $(READY)
-	POLYMP_REQUIRE=jax,keras,$(ADAPTED) $(PY) $(PYTEST) -m "not long"
+	POLYMP_REQUIRE=jax,keras,$(ADAPTED) $(PY) $(PYTEST) -m "$(ASKED)"
 
 test-long: $(READY)
 	POLYMP_REQUIRE=jax,keras,$(ADAPTED) POLYMP_SIZE=long $(PY) $(PYTEST) -m "long or sized"

@@ -80,8 +80,8 @@ def _in_torch(
     from polymp.backends.torch.diagnostics.perturb import buffers_kept
     from polymp.torch import audit
 
-    with audit(fn if isinstance(fn, torch.nn.Module) else None) as measured, ExitStack() as region:
-        region.enter_context(buffers_kept(fn))
+    model = fn if isinstance(fn, torch.nn.Module) else None
+    with buffers_kept(fn), audit(model) as measured, ExitStack() as region:
         device = open_region((fn, args, kwargs), getattr(torch, low), policy, region)
         fn(*args, **kwargs)
     return measured, torch_table.policy(device) if policy is None else policy

@@ -38,6 +38,7 @@ from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
     ELEMENTS,
+    FAILS,
     GRADIENT,
     INPUT,
     RESULT,
@@ -170,12 +171,14 @@ class Comparison(Shown):
     def _verdict(self) -> str:
         row = self.first
         if row is None:
+            judged = all(r.verdict != UNJUDGED for r in self.rows)
+            explained = "rounding explains all" + ("" if judged else " that can be judged")
             pairs = [r for r in self.rows if r.one is not None and r.other is not None]
             worst = max(pairs, key=lambda pair: pair.share, default=None)
             if worst is None or not worst.difference:
-                return "rounding explains all: no number differs"
+                return f"{explained}: no number differs"
             return (
-                f"rounding explains all. The largest difference, beside what rounding explains, is "
+                f"{explained}. The largest difference, beside what rounding explains, is "
                 f"at {_called(worst.array)}: {_number(worst.difference)} of its root mean square; "
                 f"rounding explains {_number(worst.allowed)}"
             )
@@ -467,6 +470,7 @@ def _notes(
     rows: Sequence[Compared],
 ) -> Iterator[str]:
     """Sentences on the parts that were not compared, and why."""
+    lost = sum(row.verdict == UNJUDGED for row in rows)
     for at in range(2):
         shared = {step.number for step in records[1 - at].steps}
         if more := [step for step in records[at].steps if step.number not in shared]:
@@ -476,6 +480,8 @@ def _notes(
             )
     for name, record, step in zip(names, records, steps, strict=True):
         for reason, count in step.left_out.items():
+            if reason == FAILS and lost:
+                continue  # said below
             yield f"not compared: {text_table.plural(int(count), 'call')} of {name}, {reason}"
         if patterns := ", ".join(map(str, record.header.get("modules", ()))):
             yield f"not compared: calls of {name} outside of {patterns}, which it recorded alone"
@@ -497,7 +503,7 @@ def _notes(
             "both runs are compiled: how far rounding moves what compiled code makes is not known, "
             "so any difference of it counts; compare each with a record of the eager model"
         )
-    if lost := sum(row.verdict == UNJUDGED for row in rows):
+    if lost:
         yield (
             f"not judged: {text_table.plural(lost, 'array')} made of what an op makes that fails "
             "in probes, as one does whose shape depends on a choice: no one knows how far rounding "

@@ -131,9 +131,10 @@ class Side:
             self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
         else:
             self.spread = _estimated(step.arrays)
-        # Arrays that rounding moves by so much as no one knows, and the calls that they are of.
+        # Arrays that rounding moves by so much as no one knows, and the calls that failed first.
         self.unjudged = {i for i, row in enumerate(self.spread) if math.isinf(row[RMS])}
-        self.lost = {self.call(i) for i in self.unjudged}
+        first = (i for i in self.unjudged if self.unjudged.isdisjoint(step.arrays[i].reads))
+        self.failed = {self.call(i) for i in first}
         self.spread[[*self.unjudged]] = 0.0
         # Of one element: in the mean over signs, the square of a projection is the mean square. A
         # number's own rounding to a low dtype may move it in no probe.
@@ -177,6 +178,14 @@ class Side:
         """The kind, op, direction and module of an array."""
         a = self.arrays[i]
         return a.kind, shared_name(a.name), a.direction, self.modules[i]
+
+    def made_of(self, calls: set[tuple[str, ...]]) -> set[int]:
+        """The arrays of some calls, and all that is made of them."""
+        made: set[int] = set()
+        for i, a in enumerate(self.arrays) if calls else ():
+            if self.call(i) in calls or not made.isdisjoint(a.reads):
+                made.add(i)
+        return made
 
     def above_noise(self, i: int) -> bool:
         """True if an array is more than rounding, which the gradient of a key's bias is."""
@@ -480,10 +489,13 @@ class Pairs:
         every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
         kept, doubtful = self.found | self.partners, {self.twins[i] for i in doubtful}
         passed_there = _vouched_for(self.other, kept, every, shared, doubtful) | self.found
+        failed = self.one.failed | self.other.failed  # of one run, but perhaps not of the other
+        lost, lost_there = (s.unjudged | s.made_of(failed) for s in (self.one, self.other))
 
         def alone(j: int) -> Compared:
-            verdict = _alone(self.other, j, self.one, j in passed_there)
-            return Compared(None, self.other.arrays[j], verdict)
+            array = self.other.arrays[j]
+            verdict = _alone(array, self.one, j in passed_there, j in lost_there)
+            return Compared(None, array, verdict)
 
         def tells(j: int) -> bool:
             # Where ops are split otherwise, what only the other run has says nothing but at an end.
@@ -503,7 +515,7 @@ class Pairs:
                 todo = max(todo, j + 1)
                 rows.append(self._pair(i, j))
             else:
-                verdict = _alone(self.one, i, self.other, i in passed)
+                verdict = _alone(array, self.other, i in passed, i in lost)
                 rows.append(Compared(array, None, verdict))
         rest = range(todo, len(self.other.arrays))
         rows += map(alone, filter(tells, rest))
@@ -651,14 +663,13 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
 # --- what only one run has ------------------------------------------------------------------------
 
 
-def _alone(side: Side, i: int, other: Side, passed: bool) -> str:
-    """The verdict of an array that only one run has."""
-    if side.call(i) in side.lost | other.lost:
-        return UNJUDGED
-    array = side.arrays[i]
+def _alone(array: RecordedArray, other: Side, passed: bool, lost: bool) -> str:
+    """The verdict of an array that only one run has; `lost` if a call failed in what it is of."""
     # The other run may have made it in compiled code.
     hidden = other.compiled and array.kind == RESULT and array.name != COMPILED
-    return PASSED if passed or hidden or array.kind == INPUT else ALONE
+    if passed or hidden or array.kind == INPUT:
+        return PASSED
+    return UNJUDGED if lost else ALONE
 
 
 def _vouched_for(

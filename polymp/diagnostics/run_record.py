@@ -49,6 +49,8 @@ INPUT, RESULT, GRADIENT, UPDATE = "input", "result", "gradient", "update"
 # Of compiled code only the results of a whole graph are recorded, as those of an op of this name;
 # it is the reason for the other calls that are left out, too.
 COMPILED = "compiled"
+# Why probes do not know some results, whose spread is Inf.
+FAILS = "ops that fail in probes"
 
 
 class RecordedArray(NamedTuple):

@@ -8,7 +8,7 @@ says how it runs. Inside it nothing else is asked: what is computed there has on
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 
 import jax
 import jax.extend.core as core
@@ -218,7 +218,7 @@ def plan_function_call(frame: Frame, eqn: FunctionCall, _: Region) -> Planned:
     return frame.step(eqn, reads, writes, returns=returns, inside=inside), outs
 
 
-@cache
+@lru_cache(256)
 def _within(region: Region, enabled: bool, dtype: str) -> Region:
     """The region inside a call: one object, by which plans of equal ops are found again."""
     return replace(region, policy=AS_CALLED, enabled=enabled, dtype=dtype)

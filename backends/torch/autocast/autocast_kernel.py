@@ -308,7 +308,9 @@ class OpOnDevice:
         written_to = kwargs.get("out", args[0]) if self._into else None
         if written_to is not None and written_to.dtype is not args[0].dtype:
             return call(*args, **kwargs)  # torch refuses it
-        if name == "_cudnn_rnn" and any(w.dtype is not dtype for w in args[1]):
+        if name == "_cudnn_rnn" and any(
+            w.dtype is not dtype and eligible(w, device) for w in args[1]
+        ):
             args = (*args[:3], None, *args[4:])  # the buffer of the weights as they were
         # Last first, as torch's own kernels come to do it: autograd adds gradients up in the order
         # in which the casts were made.

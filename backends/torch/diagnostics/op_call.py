@@ -170,6 +170,13 @@ class Ran:
             return []
         return [*dispatcher.written(self.func, self.args, self.kwargs)]
 
+    @property
+    def unread(self) -> set[int]:
+        """The identities of tensors that it writes and does not read."""
+        into = {*map(id, self.into)}
+        whole = self.func is torch.ops.aten.copy_.default or self.facts.draws
+        return into if whole else into & {*map(id, self.kwargs.values())}
+
 
 # Kinds of ops, by name and arguments: views, casts, ops of the vocabulary.
 

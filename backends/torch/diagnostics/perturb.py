@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,7 +43,7 @@ from polymp.backends.torch.diagnostics.values import real
 from polymp.backends.torch.snapshot import Snapshot, own_modules, training_objects
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, movement
-from polymp.diagnostics.run_record import RunRecord
+from polymp.diagnostics.run_record import FAILS, RunRecord
 from polymp.rules.vocabulary import vocabulary
 
 
@@ -200,6 +201,11 @@ def has_values(t: torch.Tensor) -> bool:
     )
 
 
+def _covers(t: torch.Tensor) -> bool:
+    """Return whether a tensor has the whole of its memory, in order."""
+    return t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+
+
 class _Memory(NamedTuple):
     """The memory of a tensor, as probes have it: in the order in which the tensor's own lies."""
 
@@ -208,7 +214,6 @@ class _Memory(NamedTuple):
     numbers: torch.Tensor | None  # [probes, values in it]; None if they are not known
 
 
-_FAILS = "ops that fail in probes"
 _SWEEP = 64  # tensors after which the numbers of freed ones are let go
 
 
@@ -217,11 +222,13 @@ class Probes:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.left_out = Counter[str]()  # ops whose results are as if no rounding had moved them
+        # Ops whose results are as if no rounding had moved them or, of `FAILS`, not known.
+        self.left_out = Counter[str]()
         self._memory: dict[int, _Memory] = {}  # by key
         self._moves = 0
         self._random: torch.Tensor | None = None  # state of its generator before it
         self._blind = False  # True if it reads numbers that are not known
+        self._lost: dict[int, tuple[Any, ...]] = {}  # of lists that have such: by place, all there
         self._apart = False  # True if what it makes is as if no rounding had moved it
 
     def of(self, t: torch.Tensor) -> torch.Tensor | None:
@@ -237,7 +244,7 @@ class Probes:
 
     def unknown(self, *given: object) -> bool:
         """Return whether no one knows how far some tensor is moved: an op failed in probes."""
-        keys = map(modes.storage_key, tensors(*given) if self.left_out[_FAILS] else ())
+        keys = map(modes.storage_key, tensors(*given) if self.left_out[FAILS] else ())
         return any(key in self._memory and self._memory[key].numbers is None for key in keys)
 
     def _begun(self, t: torch.Tensor) -> torch.Tensor:
@@ -251,7 +258,7 @@ class Probes:
 
     def _put(self, t: torch.Tensor, numbers: torch.Tensor) -> None:
         """Give a tensor other numbers, whose memory may be written from now on."""
-        if t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size():
+        if _covers(t):
             self._keep(t, numbers.reshape(self.count, t.numel()).contiguous())
         else:
             self._begun(t).copy_(numbers)
@@ -269,7 +276,7 @@ class Probes:
 
     def _lose(self, found: Iterable[torch.Tensor], failed: int = 0) -> None:
         """Note tensors whose numbers in probes are not known, for an op failed there."""
-        self.left_out[_FAILS] += failed
+        self.left_out[FAILS] += failed
         for t in found:
             if modes.storage_key(t):
                 self._keep(t, None)
@@ -288,6 +295,8 @@ class Probes:
         """Note a tensor whose numbers are made of no others."""
         if (own := self.of(t)) is not None:
             own.copy_(t.detach())
+        elif _covers(t):
+            self.forget([t])
 
     # What runs
 
@@ -295,14 +304,29 @@ class Probes:
         """Keep what an op is about to change."""
         if not self.count:
             return
-        self._random, self._blind = None, self.unknown(ran.args, ran.kwargs)
+        self._random = None
         into = [t for t in ran.into if t.numel()]
+        self._look_for_unknown(ran)
         self._apart = self._talks(ran) or not all(map(self._fits, into))
         for t in () if self._blind or self._apart else into:
             if self._moved(ran.args, ran.kwargs) or not (is_exact(ran.func) or _is_chosen(t)):
                 self._begun(t)
         if torch.Tag.nondeterministic_seeded in ran.func.tags:
             self._random = _generator(ran).get_state()
+
+    def _look_for_unknown(self, ran: Ran) -> None:
+        """Note whether an op reads what is not known; in lists this is so of some places alone."""
+        self._blind, self._lost = False, {}
+        if not self.left_out[FAILS]:
+            return
+        over = ran.unread if ran.facts.writes else set()
+        over = {id(t) for t in ran.into if id(t) in over and _covers(t)}
+        given = [*ran.args, *ran.kwargs.values()]
+        lists = [x for x in given if ran.facts.lists and isinstance(x, (list, tuple))]
+        alone = tensors([x for x in given if not any(x is y for y in lists)])
+        self._blind = self.unknown([t for t in alone if id(t) not in over])
+        places = enumerate(zip_longest(*lists))
+        self._lost = {at: place for at, place in places if self.unknown(place)}
 
     def _talks(self, ran: Ran) -> bool:
         """Return whether an op sends something to other ranks, or has it from them; count it."""
@@ -359,7 +383,11 @@ class Probes:
             elif self._apart:
                 self.forget(results)
             else:
-                return self._follow(ran, result, results)
+                norm = self._follow(ran, result, results)
+                beside = {*map(id, tensors(*self._lost.values()))}
+                self._lose(t for t in ran.into if id(t) in beside)
+                self._lose(t for at, t in enumerate(whole) if at in self._lost)
+                return norm
         except Exception:  # of an op that is like no other: the program goes on
             self._lose(results, 1)
         return None

@@ -11,7 +11,7 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -271,12 +271,7 @@ class _Step(Subscriber):
             last, writes = self._last, ran.facts.writes
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
-            unread: Collection[int] = ()
-            if writes and (ran.func is torch.ops.aten.copy_.default or ran.facts.draws):
-                unread = {*map(id, ran.into)}  # they do not read what they write
-            elif writes:
-                unread = {*map(id, ran.into)} & {*map(id, ran.kwargs.values())}
-            self._reads = {}
+            self._reads, unread = {}, ran.unread if writes else ()
             for at, t in enumerate(tensors(*ran.args, *ran.kwargs.values())):
                 if id(t) not in unread:
                     for array in self._made_of(t, ran.op_call, at):

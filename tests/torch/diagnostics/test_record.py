@@ -591,6 +591,42 @@ def test_what_is_made_of_a_choice_of_another_length_is_not_judged() -> None:
     assert "steps from 1 on" in compared.notes[-1]
 
 
+def test_what_no_choice_of_another_length_reaches_is_judged() -> None:
+    """A call before it, memory that is written anew, and the other parameters of a list."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 64), nn.Linear(8, 4)
+            self.register_buffer("kept", torch.zeros(8, 8))
+
+    def run(more: bool = False, times: float = 1.0, scale: float = 1.0) -> RunRecord:
+        torch.manual_seed(0)
+        x, net = torch.randn(300, 8), Net()
+        with (recorder := record(None, net)):
+            with autocast("cpu"):
+                h = net.a(x) * 1.7
+            chosen = (h * 1.01 if more else h)[h > 0]
+            (chosen * 3.0).sum().backward()
+            with torch.no_grad():
+                net.kept.copy_(chosen[:64].reshape(8, 8))
+                net.kept.copy_(x[:8])
+            (net.b(net.kept) / times).sum().backward()
+            torch._foreach_mul_([p.grad for p in net.parameters()], scale)
+        return recorder.record
+
+    first = {}
+    for option in ("more", "times", "scale"):
+        compared = polymp.compare(run(), run(**{option: 1.5}))
+        assert "not judged" in {row.verdict for row in compared.rows}
+        assert compared.first is not None, option
+        first[option] = compared.first.array.kind, compared.first.array.name
+    assert first["more"] == ("result", "mul")
+    assert first["times"] == ("result", "div")
+    assert first["scale"] == ("gradient", "b.weight")
+    assert "explains all that can be judged" in str(polymp.compare(run(), run()))
+
+
 @pytest.mark.long  # it compiles C++ for most of its time
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 def test_compiled_code_runs_compiled_and_its_result_is_recorded() -> None:

@@ -180,11 +180,18 @@ class Side:
         return a.kind, shared_name(a.name), a.direction, self.modules[i]
 
     def made_of(self, calls: set[tuple[str, ...]]) -> set[int]:
-        """The arrays of some calls, and all that is made of them."""
+        """The arrays of some calls, all that is made of them, and the backward of these calls.
+
+        The gradient of a sum has the shape of what was added up, and is made of none of it.
+        """
         made: set[int] = set()
+        backward: set[tuple[str, ...]] = set()
         for i, a in enumerate(self.arrays) if calls else ():
-            if self.call(i) in calls or not made.isdisjoint(a.reads):
+            call = self.call(i)
+            if call in calls or call in backward or not made.isdisjoint(a.reads):
                 made.add(i)
+                kind, op, _, module = call
+                backward.add((kind, op, BACKWARD, module))
         return made
 
     def above_noise(self, i: int) -> bool:

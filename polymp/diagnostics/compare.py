@@ -266,10 +266,11 @@ def compare(
             '{"model.layers": "blocks"}: from the other record\'s paths to those of the first.'
         )
     sides = [_records(record) for record in (one, other)]
-    if sides[0][0].name == sides[1][0].name:  # in two folders
-        for path, side in zip((one, other), sides, strict=True):
-            if not isinstance(path, RunRecord):
-                side[:] = [r._replace(name=str(Path(path).with_name(r.name))) for r in side]
+    if sides[0][0].name == sides[1][0].name:
+        folders = [Path() if isinstance(x, RunRecord) else Path(x).parent for x in (one, other)]
+        same = folders[0] == folders[1]
+        for side, folder, place in zip(sides, folders, ("one", "other"), strict=True):
+            side[:] = [r._replace(name=place if same else str(folder / r.name)) for r in side]
     if len(sides[0]) != len(sides[1]):
         raise RecordError(
             f"{sides[0][0].name!r} has {text_table.plural(len(sides[0]), 'rank')}, "
@@ -359,17 +360,13 @@ def _compared(
         )
     apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED] if moved else []
     if apart:
-        news = [
-            r
-            for r in apart
-            if r.difference * r.array.values[RMS] > moved.get(r.array.name, -1.0)
-            and r.array.direction != BACKWARD
-        ]
-        if not news:
+        inputs = (r for r in apart if r.array.direction != BACKWARD)
+        off = ((r.difference * r.array.values[RMS], r) for r in inputs)
+        first = next((r for by, r in off if by > moved.get(r.array.name, -1.0)), None)
+        if first is None:
             return None
-        first = news[0]
-    names = (ours.name, theirs.name) if ours.name != theirs.name else ("one", "other")
-    notes = [*_notes(names, (ours, theirs), (one, other), rows)]
+    names = ours.name, theirs.name
+    notes = [*_notes((ours, theirs), (one, other), rows)]
     rank, headers = int(ours.header.get("rank", 0)), (ours.header, theirs.header)
     return Comparison(names, one.number, rank, rows, first, headers, notes)
 
@@ -464,21 +461,21 @@ _COLUMNS = (
 
 
 def _notes(
-    names: tuple[str, str],
     records: tuple[RunRecord, RunRecord],
     steps: tuple[RecordedStep, RecordedStep],
     rows: Sequence[Compared],
 ) -> Iterator[str]:
     """Sentences on the parts that were not compared, and why."""
     lost = sum(row.verdict == UNJUDGED for row in rows)
-    for at in range(2):
-        shared = {step.number for step in records[1 - at].steps}
-        if more := [step for step in records[at].steps if step.number not in shared]:
+    for record, theirs in (records, records[::-1]):
+        shared = {step.number for step in theirs.steps}
+        if more := [step for step in record.steps if step.number not in shared]:
             yield (
-                f"not compared: {text_table.plural(len(more), 'step')} of {names[at]} that "
-                f"{names[1 - at]} has not: {_numbers(more)}"
+                f"not compared: {text_table.plural(len(more), 'step')} of {record.name} that "
+                f"{theirs.name} has not: {_numbers(more)}"
             )
-    for name, record, step in zip(names, records, steps, strict=True):
+    for record, step in zip(records, steps, strict=True):
+        name = record.name
         for reason, count in step.left_out.items():
             if reason == FAILS and lost:
                 continue  # said below
@@ -533,7 +530,7 @@ def _notes(
         yield f"the optimizers differ: {here} in one run and {there} in the other"
     for name in one:
         for key, value in one[name].items():
-            theirs = other.get(name, {}).get(key, value)
-            if theirs != value:
+            there = other.get(name, {}).get(key, value)
+            if there != value:
                 here = f"{name} has {key}={value!r}"
-                yield f"the optimizers differ: {here} in one run and {theirs!r} in the other"
+                yield f"the optimizers differ: {here} in one run and {there!r} in the other"

@@ -20,6 +20,7 @@ what it reads, as far as the magnitudes tell.
 import functools
 import math
 import operator
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import numpy as np
 
 from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.rounding import EXACT, factor, unit_roundoff
+from polymp.diagnostics.rounding import EXACT, JUMPS, effect, factor, unit_roundoff
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -121,58 +122,27 @@ class Side:
     """The arrays of one run as numpy arrays."""
 
     def __init__(self, step: RecordedStep, probes: int, names: Mapping[str, str]) -> None:
-        self.arrays = step.arrays
+        self.arrays, self.probes = step.arrays, probes
         self.compiled = COMPILED in step.left_out
         self.modules = [names.get(a.module, a.module) for a in step.arrays]
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
-        self.probes = probes
-        if probes:
-            moved = [a.spread or (0.0,) * VALUES for a in step.arrays]
-            self.spread = np.array(moved, np.float64).reshape(-1, VALUES)
-        else:
-            self.spread = _estimated(step.arrays)
-        # Arrays that rounding moves by so much as no one knows, and the calls that failed first.
-        self.unjudged = {i for i, row in enumerate(self.spread) if math.isinf(row[RMS])}
-        first = (i for i in self.unjudged if self.unjudged.isdisjoint(step.arrays[i].reads))
-        self.failed = {self.call(i) for i in first}
-        self.spread[[*self.unjudged]] = 0.0
-        # Of one element: in the mean over signs, the square of a projection is the mean square. A
-        # number's own rounding to a low dtype may move it in no probe.
-        itself = np.array([a.own * a.values[RMS] for a in step.arrays]) / math.sqrt(3)
-        element = np.sqrt((self.spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
-        element = np.maximum(element, itself[:, None])
-        mean = itself / np.sqrt([a.size or 1 for a in step.arrays])
-        self.spread[:, ORDERLESS] = np.maximum(self.spread[:, ORDERLESS], mean[:, None])
-        self.spread[:, PROJECTIONS] = element
-        for part in (slice(AMAX, AMAX + 1), ELEMENTS):
-            self.spread[:, part] = np.maximum(self.spread[:, part], element)
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
-        # The unit roundoff of the inputs and constants that an array is made of: what rounded these
-        # is no call.
-        units: list[float] = []
-        for a in step.arrays:
-            given = a.dtype in FORMATS and (a.kind == INPUT or not a.reads)
-            own = unit_roundoff(a.dtype) if given else 0.0
-            units.append(max((own, *(units[r] for r in a.reads))))
-        self.roundoff = np.array(units, np.float64)
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
+        self.spread = _spread(step.arrays, probes)
+        self.roundoff = _roundoff_of_inputs(step.arrays)
+        # Arrays that rounding moves by so much as no one knows.
+        self.unjudged = {i for i, a in enumerate(step.arrays) if math.inf in a.spread}
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
         inputs = [i for i, a in enumerate(step.arrays) if a.kind == INPUT]
         self.input_bits = {i: 1 << n for n, i in enumerate(inputs)}
-        self.by_size: dict[tuple[str, int], Any] = {}
-        for i, a in enumerate(step.arrays):
-            if i not in self.unjudged:
-                self.by_size.setdefault(_group(a), []).append(i)
-        self.by_size = {key: np.array(at) for key, at in self.by_size.items()}
-        # Of calls outside of the backward pass, those that read what it made.
-        self.after_backward: set[int] = set()
+        groups: dict[tuple[str, int], list[int]] = {}
         self.readers: list[list[int]] = [[] for _ in step.arrays]
         for i, a in enumerate(step.arrays):
             for source in a.reads:
                 self.readers[source].append(i)
-                back = step.arrays[source].direction == BACKWARD or source in self.after_backward
-                if back and a.kind == RESULT and a.direction != BACKWARD:
-                    self.after_backward.add(i)
+            if i not in self.unjudged:
+                groups.setdefault(_group(a), []).append(i)
+        self.groups = {key: np.array(at) for key, at in groups.items()}
 
     def call(self, i: int) -> tuple[str, ...]:
         """The kind, op, direction and module of an array."""
@@ -202,10 +172,41 @@ class Side:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
         a = self.arrays[i]
         within = a.dtype in FORMATS and self.largest[i] < FORMATS[a.dtype].max / 4
-        if not within or a.name not in _MASKING:
+        if not within or not (a.name in EXACT or effect(a.name) == "added"):
             return False
         read = (self.arrays[r] for r in a.reads)
         return not any(0 < x.bad < x.size == a.size for x in read)
+
+
+def _spread(arrays: Sequence[RecordedArray], probes: int) -> Any:
+    """How far rounding moves the numbers of each array, as far as it is known: [arrays, VALUES]."""
+    if probes:
+        none = (0.0,) * VALUES
+        moved = [none if math.inf in a.spread else a.spread or none for a in arrays]
+        spread = np.array(moved, np.float64).reshape(-1, VALUES)
+    else:
+        spread = _estimated(arrays)
+    # Of one element: in the mean over signs, the square of a projection is the mean square. A
+    # number's own rounding to a low dtype may move it in no probe.
+    own = np.array([a.own * a.values[RMS] for a in arrays])[:, None] / math.sqrt(3)
+    element = np.sqrt((spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
+    element = np.maximum(element, own)
+    mean = own / np.sqrt([a.size or 1 for a in arrays])[:, None]
+    spread[:, ORDERLESS] = np.maximum(spread[:, ORDERLESS], mean)
+    spread[:, PROJECTIONS] = element
+    for part in (slice(AMAX, AMAX + 1), ELEMENTS):
+        spread[:, part] = np.maximum(spread[:, part], element)
+    return spread
+
+
+def _roundoff_of_inputs(arrays: Sequence[RecordedArray]) -> Any:
+    """The unit roundoff of the inputs and constants that each array is made of."""
+    units: list[float] = []
+    for a in arrays:
+        given = a.dtype in FORMATS and (a.kind == INPUT or not a.reads)
+        own = unit_roundoff(a.dtype) if given else 0.0
+        units.append(max((own, *(units[r] for r in a.reads))))
+    return np.array(units, np.float64)
 
 
 def _group(a: RecordedArray) -> tuple[str, int]:
@@ -215,21 +216,7 @@ def _group(a: RecordedArray) -> tuple[str, int]:
 
 
 # How far rounding moves arrays, from their magnitudes alone: errors are relative to the root mean
-# square, independent, and go from call to call by the class of the op.
-
-_ADDS = frozenset("add sub rsub".split())  # an error stays as large as it is
-_MASKING = EXACT | _ADDS  # ops by which a mask may be applied
-_CENTRED = frozenset("var std var_mean std_mean".split())  # they subtract a mean, as norms do
-# An error is as large as it was or, of a small result, the same share of it.
-_ABSOLUTE = frozenset("log log2 log10 log1p logsumexp log_softmax sin cos tan".split())
-# An error of a large number is a large share of the result, as that of exp(100).
-_STEEP = frozenset(("softmax", "activation", "attention", "power", "inverse", "special"))
-_RATIOS = frozenset("rsqrt reciprocal".split())  # of these, the same share of any
-# A number that has another sign, or is no longer the largest, has another derivative.
-_JUMPS = frozenset("abs relu relu6 leaky_relu hardtanh threshold l1_loss".split())
-# Sums of which a record has no terms, besides those of the class "accumulation".
-_SCATTERED = frozenset("nansum embedding_bag _embedding_bag _embedding_bag_forward_only".split())
-_UNKNOWN = frozenset(("linear_algebra", "iteration", "custom"))  # that of an inverse may be any
+# square, independent, and go from call to call by the `effect` of the op.
 
 _MASK = 88.0  # larger numbers are a mask's: exp(-88) is zero
 _RARE = 1e-3  # numbers that jump; fewer are passed over
@@ -243,7 +230,7 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
     for i, a in enumerate(arrays):
         size, least, unit = a.values[RMS] or 1.0, 0.0, 0.0
         read_in = [arrays[r] for r in a.reads]
-        if a.name in _SCATTERED or vocabulary().op(a.name).kind == "accumulation":
+        if effect(a.name) == "scattered":
             # Of sums in places, the terms are not in the record: of each place, about as many.
             norms = (x.values[RMS] * max(x.size / max(a.size, 1), 1.0) ** 0.5 for x in read_in)
             terms = min(max((*norms, size)) / size, MOST)
@@ -266,12 +253,12 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
 
 def _carried(a: RecordedArray, read: Sequence[tuple[float, RecordedArray]]) -> float:
     """The error of a result by those of the arrays that the call reads, which are not 0."""
-    kind, largest = vocabulary().op(a.name).kind, max(r for r, _ in read)
+    how, kind, largest = effect(a.name), vocabulary().op(a.name).kind, max(r for r, _ in read)
     if a.kind == UPDATE:
         return math.sqrt(largest)  # an optimizer may hand on the sign alone
-    if a.kind != RESULT or a.name == "to":
+    if a.kind != RESULT:
         return largest * a.terms
-    if a.name in _ADDS:
+    if how == "added":
         sizes = [x.values[RMS] for _, x in read]
         parts = (r * size for (r, _), size in zip(read, sizes, strict=True))
         # Of arrays that are smaller than the sum together, larger parts are read.
@@ -281,34 +268,34 @@ def _carried(a: RecordedArray, read: Sequence[tuple[float, RecordedArray]]) -> f
         error = largest
     else:  # of gradients, of which a result is the sum, the largest counts
         back = max((r * a.terms for r, x in read if x.direction == BACKWARD), default=0.0)
-        error = math.hypot(back, *(r * _gain(a, kind, x) for r, x in forward))
-    chooses = kind in ("comparison", "pooling") or a.name in _JUMPS
-    if forward and (a.name == "sign" or (chooses and a.direction == BACKWARD)):
-        jumps = a.size * max(r for r, _ in forward)
-        error += 2 * math.sqrt(max(jumps, 0.01) / a.size) if jumps > _RARE else 0.0
+        error = math.hypot(back, *(r * _gain(a, how, x) for r, x in forward))
+    turns = a.direction == BACKWARD and not JUMPS.isdisjoint((a.name, kind))
+    if forward and (turns or a.name == "sign"):
+        count = a.size * max(r for r, _ in forward)
+        error += 2 * math.sqrt(max(count, 0.01) / a.size) if count > _RARE else 0.0
     return error
 
 
 def unknown(a: RecordedArray) -> bool:
     """True if the magnitudes do not tell how far rounding moves the result of a call."""
     custom = "::" in a.name  # of another library than torch
-    return a.kind == RESULT and (custom or vocabulary().op(a.name).kind in _UNKNOWN)
+    return a.kind == RESULT and (custom or effect(a.name) == "unknown")
 
 
-def _gain(a: RecordedArray, kind: str, read: RecordedArray) -> float:
+def _gain(a: RecordedArray, how: str, read: RecordedArray) -> float:
     """How many times larger the error of an array is in the result of a call that reads it."""
     x, back = read.values[RMS] or 1.0, a.direction == BACKWARD
     change = x / (a.values[RMS] or 1.0)
-    if a.name in _CENTRED or kind == "normalisation":
+    if how == "centred":
         variance = x**2 - read.values[MEAN] ** 2
         return a.terms * (x / math.sqrt(variance) if variance > 0 else MOST)
-    if not back and (a.name in _ABSOLUTE or kind == "loss"):
+    if how == "absolute" and not back:
         return max(a.terms, change)
-    if kind not in _STEEP or a.name in _RATIOS:
+    if how not in ("steep", "sloped", "absolute"):
         return a.terms
     near = (abs(v) for v in read.values[ELEMENTS] if abs(v) < _MASK)
     steep = max(1.0, min(x, max(near, default=_MASK)))
-    if kind == "activation" and not back:  # whose slope is at most about 1
+    if how == "sloped" and not back:
         steep = min(steep, max(1.0, 1.2 * change))
     return a.terms * steep
 
@@ -337,12 +324,7 @@ class Pairs:
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
         self.ordered: set[int] = set()  # of these, those that have the same order of elements
         for i in range(len(one.arrays)):
-            j = self.partner.get(i)
-            if i in one.unjudged or j in other.unjudged:
-                continue
-            if j is None or self.excess(i, j) > 1:
-                j = self.search(i, j)
-            if j is not None:
+            if (j := self._twin_of(i, self.partner.get(i))) is not None:
                 self.twins[i] = j
                 if len(self.comparable(i, j)[0]) == VALUES:
                     self.ordered.add(i)
@@ -350,10 +332,9 @@ class Pairs:
         self.partners = {*self.partner.values()}
         # Of the other run: the arrays whose values the first one has.
         rest = (j for j in range(len(other.arrays)) if j not in self.partners)
-        self.found = {*self.twins.values(), *filter(self.has_twin, rest)}
+        self.found = {*self.twins.values(), *filter(self._has_twin, rest)}
         for i in range(len(one.arrays)):
-            k = self._other_mask(i)
-            if k is not None:
+            if (k := self._other_mask(i)) is not None:
                 self.partner[i] = k
                 self.partners.add(k)
 
@@ -441,29 +422,36 @@ class Pairs:
         if len({*lengths}) < len(lengths):
             return False
         known = not self.ordered.isdisjoint(self.one.arrays[i].reads)
-        ends = [_leading_products(shape) for shape in (mine, theirs)]
+        # Of a shape whose axes are parts of another's, the products of leading lengths are some.
+        ends = [
+            {math.prod(shape[: at + 1]) for at in range(len(shape))} for shape in (mine, theirs)
+        ]
         parts = ends[0] <= ends[1] or ends[1] <= ends[0]
         return mine == theirs or (known and parts)
 
-    def search(self, i: int, placed: int | None) -> int | None:
+    def _twin_of(self, i: int, placed: int | None) -> int | None:
         """The array of the other run that has the values of one of the first; None without.
 
         The one in its place may be wrong: of another call in the module, as a product with a bias
         beside one without.
         """
         array = self.one.arrays[i]
+        if i in self.one.unjudged or placed in self.other.unjudged:
+            return None
+        if placed is not None and self.excess(i, placed) <= 1:
+            return placed
         if placed is not None and array.kind not in (RESULT, INPUT):
             return None
-        fits = [j for _, j in self._with_values(i, self.other.by_size.get(_group(array)))]
-        alike = [j for j in fits if _alike(self.other.arrays[j], array)]
-        if placed is None:
-            return next(iter(alike or fits), None)
-        near = (j for j in alike or fits if self.other.modules[j] == self.one.modules[i])
-        return next(near, None) if self.one.rms[i] else None
+        fits = [j for _, j in self._with_values(i, self.other.groups.get(_group(array)))]
+        fits = [j for j in fits if _alike(self.other.arrays[j], array)] or fits
+        if placed is not None:
+            module = self.one.modules[i]
+            fits = [j for j in fits if self.other.modules[j] == module and self.one.rms[i]]
+        return next(iter(fits), None)
 
-    def has_twin(self, j: int) -> bool:
+    def _has_twin(self, j: int) -> bool:
         """True if some array of the first run has the values of one of the other."""
-        at = self.one.by_size.get(_group(self.other.arrays[j]))
+        at = self.one.groups.get(_group(self.other.arrays[j]))
         return bool(self._with_values(at, j))
 
     def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
@@ -488,58 +476,56 @@ class Pairs:
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
-        shared = self.shared if self.ported else set()
-        left = self._not_comparable() if self.by_values else set()
-        doubtful = {i for i, j in self.twins.items() if self.excess(i, j) > _DOUBTFUL}
-        kept = {*self.partner, *left}
-        passed = _vouched_for(self.one, kept, self._evidence(), shared, doubtful) | left
-        every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
-        kept, doubtful = self.found | self.partners, {self.twins[i] for i in doubtful}
-        passed_there = _vouched_for(self.other, kept, every, shared, doubtful) | self.found
-        failed = self.one.failed | self.other.failed  # of one run, but perhaps not of the other
-        lost, lost_there = (s.unjudged | s.made_of(failed) for s in (self.one, self.other))
-
-        def alone(j: int) -> Compared:
-            array = self.other.arrays[j]
-            verdict = _alone(array, self.one, j in passed_there, j in lost_there)
-            return Compared(None, array, verdict)
-
-        def tells(j: int) -> bool:
-            # Where ops are split otherwise, what only the other run has says nothing but at an end.
-            known = not self.by_values or self.other.arrays[j].name == COMPILED
-            return known and j not in self.partners
-
-        def is_end(j: int) -> bool:
-            end = self.other.arrays[j].kind == RESULT and not self.other.readers[j]
-            return self.by_values and end and not (tells(j) or j in self.partners)
-
-        rows: list[Compared] = []
-        todo = 0  # of the other run
-        for i, array in enumerate(self.one.arrays):
-            j = self.partner.get(i)
-            if j is not None:
-                rows += map(alone, filter(tells, range(todo, j)))
-                todo = max(todo, j + 1)
-                rows.append(self._pair(i, j))
-            else:
-                verdict = _alone(array, self.other, i in passed, i in lost)
-                rows.append(Compared(array, None, verdict))
-        rest = range(todo, len(self.other.arrays))
-        rows += map(alone, filter(tells, rest))
-        rows += map(alone, filter(is_end, range(len(self.other.arrays))))
+        rows = [*self._in_program_order(*self._alone())]
         while True:
             first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
             if first is None or (first.one is not None and first.other is not None):
                 return rows, first
             lone, first = first, self._with_partner(first)
-            if _is_end(lone.array) and first.verdict in (EXPLAINED, UNEXPLAINED):
+            if first.verdict == UNJUDGED or (_is_end(lone.array) and first.verdict != ALONE):
                 rows = [
                     first if r is lone else r
                     for r in rows
                     if r is lone or (r.one is not first.one and r.other is not first.other)
                 ]
-            if first.verdict != EXPLAINED:
+            if first.verdict in (UNEXPLAINED, ALONE):
                 return rows, first
+
+    def _in_program_order(self, ours: Sequence[str], theirs: Sequence[str]) -> Iterator[Compared]:
+        """Pairs, and what only one run has, with the verdicts of it."""
+        other, ends = self.other.arrays, list[int]()
+        lone = [j for j in range(len(other)) if j not in self.partners]
+        if self.by_values:
+            # Where ops are split otherwise, what only the other run has says nothing but at an end.
+            calls = [j for j in lone if other[j].kind == RESULT]
+            lone = [j for j in calls if other[j].name == COMPILED]
+            ends = [j for j in calls if j not in lone and not self.other.readers[j]]
+        alone = [Compared(None, *found) for found in zip(other, theirs, strict=True)]
+        for i, array in enumerate(self.one.arrays):
+            j = self.partner.get(i)
+            while j is not None and lone and lone[0] < j:
+                yield alone[lone.pop(0)]
+            yield Compared(array, None, ours[i]) if j is None else self._pair(i, j)
+        yield from (alone[j] for j in (*lone, *ends))
+
+    def _alone(self) -> tuple[list[str], list[str]]:
+        """Of both runs, the verdict of each array if only this run has it."""
+        shared = self.shared if self.ported else set()
+        left = self._not_comparable() if self.by_values else set()
+        doubtful = {i for i, j in self.twins.items() if self.excess(i, j) > _DOUBTFUL}
+        kept, evidence = {*self.partner, *left}, self._evidence()
+        known = functools.reduce(operator.or_, evidence.values(), 0)
+        evidence |= dict.fromkeys(_losses(self.one, self.other), known)
+        passed = _vouched_for(self.one, kept, evidence, shared, doubtful) | left
+        every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
+        every |= dict.fromkeys(_losses(self.other, self.one), -1)
+        kept, doubtful = self.found | self.partners, {self.twins[i] for i in doubtful}
+        passed_there = _vouched_for(self.other, kept, every, shared, doubtful) | self.found
+        # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
+        first = ((s, i) for s in (self.one, self.other) for i in s.unjudged)
+        failed = {s.call(i) for s, i in first if s.unjudged.isdisjoint(s.arrays[i].reads)}
+        ours = _alone(self.one, self.other, passed, failed)
+        return ours, _alone(self.other, self.one, passed_there, failed)
 
     def _not_comparable(self) -> set[int]:
         """Updates and gradients of inputs that only the first run has, and what these alone read.
@@ -595,13 +581,17 @@ class Pairs:
             mine, theirs, taken = theirs, mine, {*aligned}
             twins = {j: i for i, j in twins.items()}
         at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
+
+        def judged(k: int, off: bool) -> Compared:
+            pair = self._pair(*((at, k) if row.one is not None else (k, at)))
+            return pair._replace(verdict=UNEXPLAINED) if off and pair.verdict == EXPLAINED else pair
+
         if _is_end(row.array):
             update = row.array.kind == UPDATE
             k = _update_of(mine, at, theirs, twins) if update else _same_end(mine, at, theirs)
             if k is not None and k not in taken:
-                judged = self._pair(*((at, k) if row.one is not None else (k, at)))
                 # Two elements, which may jump, are too much of a few: of these, no values agreed.
-                return judged._replace(verdict=UNEXPLAINED) if row.array.size < _POOLED else judged
+                return judged(k, off=row.array.size < _POOLED)
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         found: list[tuple[bool, bool, int]] = []
@@ -614,10 +604,9 @@ class Pairs:
         if not found:
             return row
         size, name, k = min(found)
-        if size or name:
-            return row._replace(other=theirs.arrays[k])
-        pair = (at, k) if row.one is not None else (k, at)
-        return self._pair(*pair)._replace(verdict=UNEXPLAINED)
+        if size or name:  # what a row shows beside is of the other run
+            return row if row.one is None else row._replace(other=theirs.arrays[k])
+        return judged(k, off=True)
 
 
 def in_another_dtype(row: Compared) -> bool:
@@ -636,11 +625,11 @@ def _by_name(one: Side, other: Side) -> dict[int, int]:
     """Inputs, gradients and updates by name and size; not the ones and zeros of a backward pass."""
 
     def named(side: Side) -> Iterator[tuple[tuple[Any, ...], int]]:
-        counts: dict[tuple[Any, ...], int] = {}
+        counts = Counter[tuple[Any, ...]]()
         for i, (a, module) in enumerate(zip(side.arrays, side.modules, strict=True)):
             if a.kind != RESULT and not (a.kind == INPUT and a.direction == BACKWARD):
                 key = a.kind, a.name.rpartition(".")[2], module, a.shape
-                counts[key] = counts.get(key, 0) + 1
+                counts[key] += 1
                 yield (*key, counts[key]), i
 
     theirs = dict(named(other))
@@ -670,13 +659,27 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
 # --- what only one run has ------------------------------------------------------------------------
 
 
-def _alone(array: RecordedArray, other: Side, passed: bool, lost: bool) -> str:
-    """The verdict of an array that only one run has; `lost` if a call failed in what it is of."""
-    # The other run may have made it in compiled code.
-    hidden = other.compiled and array.kind == RESULT and array.name != COMPILED
-    if passed or hidden or array.kind == INPUT:
-        return PASSED
-    return UNJUDGED if lost else ALONE
+def _alone(side: Side, other: Side, passed: set[int], failed: set[tuple[str, ...]]) -> list[str]:
+    """The verdict of each array of one run if only this run has it."""
+    lost = side.unjudged | side.made_of(failed)
+    verdicts: list[str] = []
+    for i, a in enumerate(side.arrays):
+        # The other run may have made it in compiled code.
+        hidden = other.compiled and a.kind == RESULT and a.name != COMPILED
+        passes = i in passed or hidden or a.kind == INPUT
+        verdicts.append(PASSED if passes else UNJUDGED if i in lost else ALONE)
+    return verdicts
+
+
+def _losses(side: Side, other: Side) -> list[int]:
+    """The losses of one run of which the other has the gradient alone, as that of `jax.grad`."""
+    ours, theirs = (
+        [i for i in s.results if s.arrays[i].size == 1 and s.arrays[i].direction != BACKWARD]
+        for s in (side, other)
+    )
+    graded = any(a.direction == BACKWARD for a in other.arrays)
+    ends = (i for i in ours if all(side.arrays[r].direction == BACKWARD for r in side.readers[i]))
+    return [*ends] if graded and not theirs else []
 
 
 def _vouched_for(
@@ -699,6 +702,8 @@ def _vouched_for(
     known = functools.reduce(operator.or_, vouchers.values(), 0)
     made = _made_of(side, {i: known & bit for i, bit in side.input_bits.items()})
     doubted: set[int] = set()
+    backward = {i: 1 for i, a in enumerate(side.arrays) if a.direction == BACKWARD}
+    late = _made_of(side, backward)
     parts = [_group(a)[0] for a in side.arrays]
     for i in range(len(side.arrays) - 1, -1, -1):
         open_ends = [r for r in side.readers[i] if r not in inputs and r not in kept]
@@ -708,8 +713,8 @@ def _vouched_for(
         if i in kept or i in inputs:
             continue
         readers = side.readers[i]
-        if not readers and i in side.after_backward:  # as the norm of all gradients
-            inputs[i] = made[i]
+        if not readers and late[i] and side.arrays[i].kind == RESULT and i not in backward:
+            inputs[i] = made[i]  # as the norm of all gradients
         if made[i]:
             readers = [r for r in readers if r not in inputs or inputs[r] & made[i]]
         near = [r for r in readers if parts[r] == parts[i]]
@@ -831,8 +836,3 @@ def _quantile(normal: float, degrees: Any) -> Any:
     degrees = np.minimum(degrees, 1e9)
     scaled = normal * (8 * degrees + 3) / (8 * degrees + 1)
     return np.sqrt(degrees * np.expm1(scaled**2 / degrees))
-
-
-def _leading_products(shape: tuple[int, ...]) -> set[int]:
-    """The products of the leading lengths: of a shape whose axes are parts of another's, some."""
-    return {math.prod(shape[: at + 1]) for at in range(len(shape))}

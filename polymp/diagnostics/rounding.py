@@ -46,6 +46,7 @@ from typing import Any, NamedTuple
 
 from polymp.diagnostics.call_record import Call
 from polymp.dtypes import FORMATS
+from polymp.rules.vocabulary import vocabulary
 
 # The probability of a false alarm, for all numbers of one result together.
 CHANCE = 1e-6
@@ -77,6 +78,31 @@ EXACT = frozenset(
     slice_backward index_select masked_fill detach
     """.split()
 )
+
+# How an error of what an op reads shows in its result, by the op or else by its class: as the same
+# share of its size, but for these.
+_EFFECTS = {
+    "added": "add sub rsub",  # it stays as large as it is
+    # So it does or, of a small result, it is the same share of it.
+    "absolute": "loss log log2 log10 log1p logsumexp log_softmax sin cos tan",
+    "centred": "normalisation var std var_mean std_mean",  # a mean is subtracted first
+    # Of a large number it is a large share of the result, as that of exp(100).
+    "steep": "softmax attention power inverse special",
+    "sloped": "activation",  # so it is, but a slope is at most about 1
+    # In sums in places, of which a record has no terms, as the same share of the terms.
+    "scattered": "accumulation nansum embedding_bag _embedding_bag _embedding_bag_forward_only",
+    "unknown": "linear_algebra iteration custom",  # that of an inverse may be any
+    "": "rsqrt reciprocal",
+}
+_EFFECT = {name: effect for effect, names in _EFFECTS.items() for name in names.split()}
+
+# Where a number has another sign, or is no longer the largest, it has another derivative.
+JUMPS = {*"comparison pooling abs relu relu6 leaky_relu hardtanh threshold l1_loss sign".split()}
+
+
+def effect(op: str) -> str:
+    """How errors of what an op reads show in its result, a key of `_EFFECTS`."""
+    return _EFFECT.get(op, _EFFECT.get(vocabulary().op(op).kind, ""))
 
 
 def results(tree: object, of: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from polymp.errors import RecordError, brief
 from polymp.rules import scopes
 from polymp.versions import __version__
 
-FORMAT = 2  # of the file; a reader refuses files of another
+FORMAT = 3  # of the file; a reader refuses files of another
 
 # The numbers of an array, by place; each is of its finite elements, the others count as 0.
 AMAX, RMS, MEAN, MEAN_MAGNITUDE = range(4)
@@ -451,18 +451,24 @@ def _line(step: RecordedStep) -> str:
         f"{[*a.reads]}]"
         for a in arrays
     ]
-    spread = [a.spread or (math.nan,) * VALUES for a in arrays]
+    values = np.array([a.values for a in arrays], "<f8").reshape(-1, VALUES)
+    spread = np.array([a.spread or (math.nan,) * VALUES for a in arrays]).reshape(-1, VALUES)
     data = {
         "step": step.number,
         "settings": step.settings,
         "left out": step.left_out,
         "texts": list(texts),
-        "values": _packed(np.array([a.values for a in arrays], "<f8").reshape(-1)),
-        "own": _packed(np.array([(a.own, a.terms) for a in arrays], "<f4").reshape(-1)),
-        "spread": _packed(np.array(spread, "<f4").reshape(-1)),
+        "values": _packed(values),
+        "own": _packed(np.array([(a.own, a.terms) for a in arrays], "<f4")),
+        "spread": _packed((spread / _scale(values)).astype("<f4")),
     }
     line = json.dumps(data, separators=(",", ":"), allow_nan=True)
     return f'{line[:-1]},"arrays":[{",".join(rows).replace(" ", "")}]}}\n'
+
+
+def _scale(values: Any) -> Any:
+    """Of which spreads are a share in a file: float32 has not the range of float64."""
+    return np.where(values[:, [AMAX]], values[:, [AMAX]], 1.0)
 
 
 def _packed(numbers: Any) -> str:
@@ -533,6 +539,7 @@ def _step(line: str) -> RecordedStep:
         raise TypeError("a name is no text")
     values = _unpacked(data["values"], "<f8", len(rows) * VALUES).reshape(-1, VALUES)
     spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES).reshape(-1, VALUES)
+    spread = spread * _scale(values)
     own = _unpacked(data["own"], "<f4", 2 * len(rows)).reshape(-1, 2).tolist()
     arrays = []
     for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):

@@ -83,6 +83,13 @@ def test_the_first_op_that_differs_is_named(fw: Any) -> None:
     assert error.gaps[0].part
 
 
+def test_the_op_is_named_though_its_gradient_is_right(fw: Any) -> None:
+    with pytest.raises(ParityError) as caught:
+        assert_close(fw.xp.exp, fw.xp.expm1, fw.array(X))
+    assert caught.value.op == "exp"
+    assert [found.part for found in caught.value.gaps] == [True, False]
+
+
 def test_a_wrong_gradient_fails_though_the_result_is_right(fw: Any) -> None:
     def stopped(x: Any, w: Any) -> Any:
         if fw.name == "torch":

@@ -264,3 +264,29 @@ def test_what_a_port_returns_is_compared_whichever_is_the_first(factor: float) -
     port(*(jnp.asarray(t.detach().numpy()) for t in (x, net.weight, net.bias)))
     for found in both_ways(recorder.record, port.record):
         assert found.explained == (factor == 1), str(found)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_loss_that_jax_grad_leaves_out_is_no_difference(factor: float) -> None:
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    import polymp.jax
+    import polymp.torch
+
+    net = torch.nn.Linear(16, 4)
+    x, y = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
+    recorder = polymp.torch.record(None, net)
+    with recorder:
+        ((net(x) - y[:, :4]) ** 2).mean().backward()
+
+    def loss(p: Any, x: Any, y: Any) -> Any:
+        return factor * ((x @ p["weight"].T + p["bias"] - y) ** 2).mean()
+
+    params = {name: jnp.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
+    port = polymp.jax.record(None, jax.grad(loss))
+    port(params, *(jnp.asarray(t.numpy()) for t in (x, y[:, :4])))
+    for found in both_ways(recorder.record, port.record):
+        assert found.explained == (factor == 1), str(found)

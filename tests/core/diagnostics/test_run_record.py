@@ -47,6 +47,23 @@ def test_what_is_written_is_read(two_steps: Path) -> None:
     assert not run_record.read(two_steps).cut
 
 
+@pytest.mark.parametrize("size", [1e-300, 1e300])
+def test_how_far_rounding_moves_numbers_that_float64_alone_holds(
+    tmp_path: Path, size: float
+) -> None:
+    made = [
+        a._replace(
+            values=tuple(size * v for v in a.values), spread=tuple(size * v for v in a.spread)
+        )
+        for a in run_records.arrays(run_records.calls(1))
+    ]
+    (step,) = run_record.read(
+        run_records.written(tmp_path / "a.rec", run_records.record(made))
+    ).steps
+    for one, two in zip(step.arrays, made, strict=True):
+        assert one.spread == pytest.approx(two.spread, rel=1e-6, abs=0.0)
+
+
 def test_without_probes_there_is_no_spread(tmp_path: Path) -> None:
     made = run_records.record(run_records.arrays(run_records.calls(1), probes=0))
     (step,) = run_record.read(run_records.written(tmp_path / "a.rec", made)).steps

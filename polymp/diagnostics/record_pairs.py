@@ -180,12 +180,8 @@ class Side:
 
 def _spread(arrays: Sequence[RecordedArray], probes: int) -> Any:
     """How far rounding moves the numbers of each array, as far as it is known: [arrays, VALUES]."""
-    if probes:
-        none = (0.0,) * VALUES
-        moved = [none if math.inf in a.spread else a.spread or none for a in arrays]
-        spread = np.array(moved, np.float64).reshape(-1, VALUES)
-    else:
-        spread = _estimated(arrays)
+    known = [a.spread if a.spread and math.inf not in a.spread else (0.0,) * VALUES for a in arrays]
+    spread = np.array(known).reshape(-1, VALUES) if probes else _estimated(arrays)
     # Of one element: in the mean over signs, the square of a projection is the mean square. A
     # number's own rounding to a low dtype may move it in no probe.
     own = np.array([a.own * a.values[RMS] for a in arrays])[:, None] / math.sqrt(3)
@@ -601,12 +597,11 @@ class Pairs:
             fits = not (size and name) if self.by_values else not name  # nor is one of another op
             if fits and a.direction == row.array.direction:
                 found.append((size, name, k))
-        if not found:
-            return row
-        size, name, k = min(found)
-        if size or name:  # what a row shows beside is of the other run
-            return row if row.one is None else row._replace(other=theirs.arrays[k])
-        return judged(k, off=True)
+        size, name, k = min(found, default=(True, True, -1))
+        if not (size or name):
+            return judged(k, off=True)
+        # What a row shows beside a call of the first run is of the other.
+        return row._replace(other=theirs.arrays[k]) if found and row.one is not None else row
 
 
 def in_another_dtype(row: Compared) -> bool:
@@ -776,10 +771,7 @@ def _same_end(side: Side, at: int, other: Side) -> int | None:
 
     after, calls = ran(side, at + 1), ran(other, 0)
     calls, rest = calls[: len(calls) - len(after)], calls[len(calls) - len(after) :]
-    names = [
-        [shared_name(x.arrays[i].name) for i in ends] for x, ends in ((side, after), (other, rest))
-    ]
-    if names[0] != names[1]:
+    if [side.call(i)[1] for i in after] != [other.call(j)[1] for j in rest]:
         return None
     ends = (j for j in reversed(calls) if not {*calls}.intersection(other.readers[j]))
     return next((j for j in ends if other.arrays[j].shape == array.shape), None)

@@ -12,7 +12,7 @@ import pytest
 
 import polymp
 from polymp.diagnostics.compare import Comparison
-from polymp.diagnostics.record_pairs import ALONE, EXPLAINED, PASSED
+from polymp.diagnostics.record_pairs import ALONE, EXPLAINED, PASSED, UNJUDGED
 from polymp.diagnostics.run_record import UPDATE, RecordedArray, RunRecord
 from polymp.errors import RecordError
 from tests.support import run_records
@@ -388,6 +388,11 @@ def test_updates_of_one_parameter_stand_beside_each_other(swapped: bool) -> None
     assert any(row is found.first for row in found.rows)
     same = record(stepped(1e-3, 2, "p."), framework="jax", name="jax.rec")
     assert polymp.compare(one, same).explained
+    ran = stepped(8e-4, 2, "p.")
+    ran[-1] = ran[-1]._replace(spread=(np.inf,) * len(ran[-1].spread))
+    pair[1] = record(ran, framework="jax", name="jax.rec")
+    found = polymp.compare(*(reversed(pair) if swapped else pair))
+    assert (found.explained, found.rows[-1].verdict) == (True, UNJUDGED), "no one knows"
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

@@ -10,7 +10,7 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
@@ -49,16 +49,6 @@ def _refresh_per_optimizer_state() -> Entry:
 def _fresh_entries() -> dict[int, Entry]:
     make: Callable[[], Entry] = _refresh_per_optimizer_state
     return defaultdict(make)
-
-
-class Options(NamedTuple):
-    """Arguments of `GradScaler` by their names."""
-
-    on_stuck: OnStuck
-    stuck_after: int
-    strict: bool
-    allow_fp16: bool
-    process_group: Any
 
 
 def _constant(name: str) -> Any:
@@ -152,7 +142,8 @@ class GradScaler(DeviceState):
         )
         checked_on_stuck(on_stuck, stuck_after)
         unscale.check_group(process_group)
-        self._options = Options(on_stuck, stuck_after, strict, allow_fp16, process_group)
+        self._on_stuck, self._stuck_after = on_stuck, stuck_after
+        self._strict, self._allow_fp16, self._process_group = strict, allow_fp16, process_group
         first = scaling.checked_scale("init_scale", init_scale, self._rule, first=True)
         self._reported_row: int | None = None  # of skips, by the number of skips before it
         self._set_first(ScaleState(first))
@@ -203,7 +194,7 @@ class GradScaler(DeviceState):
             )
         if entry["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._look(optimizer, device_state.inverse(scale), allow_fp16=self._options.allow_fp16)
+        self._look(optimizer, device_state.inverse(scale), allow_fp16=self._allow_fp16)
         entry["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -516,7 +507,7 @@ class GradScaler(DeviceState):
         """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self._tensors()[0]
         entry = self._per_optimizer_states[id(optimizer)]
-        ranks = unscale.rank_groups(optimizer, self._options.process_group)
+        ranks = unscale.rank_groups(optimizer, self._process_group)
         loss = self._loss if ranks.everybody else None
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
@@ -539,7 +530,7 @@ class GradScaler(DeviceState):
         """Return whether there was no gradient to look at, so that the step does nothing."""
         if entry["found_inf_per_device"]:
             return False
-        if self._options.strict:
+        if self._strict:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         return True
 
@@ -644,12 +635,12 @@ class GradScaler(DeviceState):
 
     def _react_if_stuck(self, state: ScaleState) -> None:
         """React to `stuck_after` skips in a row, once in each row."""
-        stuck = state.skips >= self._options.stuck_after
+        stuck = state.skips >= self._stuck_after
         row = state.skipped - state.skips if stuck else None
         if stuck and row != self._reported_row:
             self._reported_row = row
             report = self._reported(last=True)._replace(state=state)
-            tell(self._options.on_stuck, report)
+            tell(self._on_stuck, report)
         self._reported_row = row
 
 

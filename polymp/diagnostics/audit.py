@@ -6,6 +6,7 @@
 Suggested are rows of a policy, another dtype, or a loss scale. Nothing here knows a framework.
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -329,11 +330,16 @@ class Suggestion:
             lines.append(f"# Start with a loss scale of {_exact(self.init_scale)}.")
         if self:
             lines.append("# Not tried: change this, and audit again.")
-        if self.rules or self.scopes:
-            rows = policy_files.load({"rules": self.rules, "scopes": self.scopes})
-            text = policy_files.to_toml(rows).splitlines()
-            lines += text[text.index("") :]  # behind its head
+        tables = {"": self.rules, **self.scopes} if self.rules or self.scopes else {}
+        for scope, rows in sorted(tables.items()):
+            lines += ["", f"[scopes.{_quoted(scope)}]" if scope else "[rules]"]
+            lines += [f"{_quoted(of)} = {_quoted(rule)}" for of, rule in sorted(rows.items())]
         return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """A TOML string: as JSON has it, but that DEL is escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _suggested(audit: Audit, policy: Policy) -> Suggestion:

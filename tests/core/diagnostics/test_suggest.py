@@ -312,6 +312,8 @@ def test_the_text_is_a_part_of_a_policy_file() -> None:
     data = tomllib.loads(str(found))
     assert data == {"rules": {"exp": "fp32"}, "scopes": {"blocks.0": {"matmul": "fp32"}}}
     assert polymp.policy({"extends": "torch-cpu", **data}).rows == found.apply("torch-cpu").rows
+    scopes = {path: {"exp": "fp32"} for path in ('a"b', "a\\b", "ä b", "a\nb", "\x7f", "\x01")}
+    assert tomllib.loads(str(Suggestion(scopes=scopes))) == {"rules": {}, "scopes": scopes}
     whole = Suggestion(dtype="bfloat16", init_scale=1024.0, reasons=("one\ntwo",))
     assert str(whole) == (
         "# one two\n# Compute in bfloat16.\n# Start with a loss scale of 1024.\n"

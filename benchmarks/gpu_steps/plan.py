@@ -143,7 +143,6 @@ def _steps() -> Iterator[Step]:
     yield _jax_speed("sharded", 60)
     yield _jax_speed("lora", 60)
     yield _jax_speed("accumulate", 60)
-    yield _ask("torch_scaler:undone_steps", 60)
     yield _ask("torch_scaler:graphs_skipped", 90)
     yield _ask("jax_questions:sharded_sums", 30, cuda=False)
     yield _torch_speed("mlp 8", 20)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from pairing import machine, measure, timed
+from pairing import machine, measure
 
 import polymp.torch
 from gpu_steps.worker import Here
@@ -49,7 +49,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "AdamW, foreach": (torch.optim.AdamW, {"foreach": True}),
     "SGD, fused": (torch.optim.SGD, {"fused": True, "momentum": 0.9}),
     "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
-    "AdamW, capturable": (torch.optim.AdamW, {"capturable": True, "foreach": True}),
 }
 
 
@@ -151,8 +150,6 @@ def scaler_steps(here: Here) -> dict[str, Any]:
     count, size, rounds = (3, 8, 2) if here.small else (300, 100_000, 30)
     rows = []
     for title, (kind, options) in OPTIMIZERS.items():
-        if "capturable" in options and here.device == "cpu":
-            continue  # torch has it for accelerators alone
         made = {n: Steps(amp, here.device, count, size, kind, options) for n, amp in AMPS.items()}
         times = measure({name: step.host for name, step in made.items()}, rounds)
         for name, step in made.items():
@@ -165,28 +162,6 @@ def scaler_steps(here: Here) -> dict[str, Any]:
             rows.append(row)
     title = f"A step of {count} parameters of {size:,} numbers, by optimizer and scaler"
     return told(here, {title: rows})
-
-
-def undone_steps(here: Here, millions: int = 1000) -> dict[str, Any]:
-    """A capturable optimizer of a billion parameters, by where a step is skipped."""
-    count, size = 300, millions * 1_000_000 // 300
-    rows = []
-    ways = {
-        "torch.amp": (torch.amp.GradScaler, {}),
-        "polymp, skip_on='auto'": (polymp.torch.GradScaler, {}),
-        "polymp, skip_on='host'": (polymp.torch.GradScaler, {"skip_on": "host"}),
-    }
-    for name, (scaler, options) in ways.items():
-        step = Steps(AMPS["polymp"], here.device, count, size, *OPTIMIZERS["AdamW, capturable"])
-        step.scaler = scaler(here.device, **options)
-        for _ in range(3):
-            step()
-        times = measure({name: timed(step, finish=torch.cuda.synchronize)}, 5)[name]
-        row = {"scaler": name, "ms": round(statistics.median(times), 2)}
-        rows.append(row | {"kernels": kernels(step), "peak memory, MB": round(peak(step), 1)})
-        del step
-        torch.cuda.empty_cache()
-    return told(here, {f"A capturable AdamW step of {millions / 1000:g} B parameters": rows})
 
 
 GRAPHED = """

@@ -6,6 +6,7 @@
 Suggested are rows of a policy, another dtype, or a loss scale. Nothing here knows a framework.
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -329,20 +330,25 @@ class Suggestion:
             lines.append(f"# Start with a loss scale of {_exact(self.init_scale)}.")
         if self:
             lines.append("# Not tried: change this, and audit again.")
-        if self.rules or self.scopes:
-            rows = policy_files.load({"rules": self.rules, "scopes": self.scopes})
-            text = policy_files.to_toml(rows).splitlines()
-            lines += text[text.index("") :]  # behind its head
+        tables = {"": self.rules, **self.scopes} if self.rules or self.scopes else {}
+        for scope, rows in sorted(tables.items()):
+            lines += ["", f"[scopes.{_quoted(scope)}]" if scope else "[rules]"]
+            lines += [f"{_quoted(of)} = {_quoted(rule)}" for of, rule in sorted(rows.items())]
         return "\n".join(lines)
+
+
+def _quoted(text: str) -> str:
+    """A TOML string: as JSON has it, but that DEL is escaped too."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007F")
 
 
 def _suggested(audit: Audit, policy: Policy) -> Suggestion:
     fault = audit.fault
     if fault is not None and (fault.remedy or fault.kind in ("input", "index", "operation")):
-        if fault.kind == "operation" and (causes := _lost_before(audit, fault)):
-            return _raised(causes, policy)
         why = f"{_at(fault)}: {fault.why}. {remedy_of(fault)}"
-        return Suggestion(reasons=(why,))
+        causes = _lost_before(audit, fault) if fault.kind == "operation" else []
+        rows = _raised(causes, policy)
+        return replace(rows, reasons=(why, *rows.reasons))
     if why := _hopeless(audit):
         if fault is not None and fault.region == "bfloat16":
             return Suggestion(reasons=(f"{why} The program casts to float16 itself: change it.",))
@@ -446,7 +452,9 @@ def _hopeless(audit: Audit) -> str:
             if beyond is not None:
                 holds = f"{beyond.name or 'an input'} holds {beyond.largest:.3g}"
                 inputs = f"{holds}, and float16 ends at {_TOP:g}: the inputs"
-            return f"{_at(fault)}: {inputs} are beyond float16's range, and bfloat16 holds them."
+            back = " If the loss is scaled, give audit the scaler." * (fault.direction == BACKWARD)
+            holds = "are beyond float16's range, and bfloat16 holds them."
+            return f"{_at(fault)}: {inputs} {holds}{back}"
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]
     if len({(m.op, _alike(m.module)) for m in burst}) < PLACES:

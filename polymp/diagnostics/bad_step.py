@@ -93,7 +93,11 @@ def remedy_of(fault: Fault) -> str:
     if fault.kind == "operation" and not tried:
         return f"Look at its inputs, or give {fault.op} the rule fp32{place}.{UNTRIED}"
     if fault.kind == "operation" or fault.run == "float32":
-        return f"Change the code: {fault.op} has no finite result there in float32 either."
+        made = f" If ops in {fault.region} made them wrong, give those the rule fp32.{UNTRIED}"
+        return (
+            f"Change the code: of these inputs {fault.op} has no finite result in float32 either."
+            f"{made if fault.region else ''}"
+        )
     other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
     return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 

@@ -28,7 +28,7 @@ SATURATING = frozenset("sigmoid tanh erf".split())
 # Ops that give the same for Inf as for a very large number: masks and clamps lead to them.
 _TAKES_UP = frozenset(
     "softmax log_softmax logsumexp exp sigmoid tanh clamp clamp_min clamp_max maximum minimum max "
-    "min amax amin where masked_fill relu".split()
+    "min amax amin where masked_fill index_put nan_to_num relu".split()
 )
 
 # Of these, ops that give another result for Inf if their bound is larger than the number it was.
@@ -93,6 +93,9 @@ class Node(NamedTuple):
     call: Hashable = None  # of the op that it is part of; nodes of one call share their inputs
     returned: bool = False  # the program returns its result
     ended: bool = False  # it is a minimum with a bound that its dtype ends before
+    # Of a division, the places of the nodes that made what it divides by.
+    divisors: tuple[int, ...] | None = None
+    regular: bool = False  # none of its results is 0, 1 or -1, which break an op
 
 
 class Blame(NamedTuple):
@@ -194,7 +197,9 @@ def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
     """
     readers = _readers(nodes)
     hidden = [
-        node.burst and not node.cast and not all(_takes_up(node, nodes[r]) for r in readers[at])
+        node.burst
+        and not node.cast
+        and not all(_takes_up(node, nodes[r]) or not nodes[r].value for r in readers[at])
         for at, node in enumerate(nodes)
     ]
     return _reaching(nodes, readers), hidden
@@ -298,11 +303,12 @@ def _saturated(nodes: Sequence[Node], at: int) -> int | None:
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:
-    """The node before `at` whose dtype lost something.
+    """The node before `at` whose dtype lost something, from which `at` may have its 0 or 1.
 
     The nearest that lost most of its values or a number; else the one that lost the most.
     """
-    seen, front = {at}, [i for i in nodes[at].inputs if i < at]
+    divisors = nodes[at].divisors
+    seen, front = {at}, [i for i in (nodes[at].inputs if divisors is None else divisors) if i < at]
     found: list[int] = []
     for _ in range(_STEPS):
         for i in sorted(front, reverse=True):
@@ -311,7 +317,7 @@ def _cause(nodes: Sequence[Node], at: int) -> int | None:
             if nodes[i].vanished > 0:
                 found.append(i)
         seen.update(front)
-        before = {i for of in front for i in nodes[of].inputs if i < of}
+        before = {i for of in front if not nodes[of].regular for i in nodes[of].inputs if i < of}
         front = sorted(before - seen)
     return max(found, key=lambda i: nodes[i].vanished, default=None)
 

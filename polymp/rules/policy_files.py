@@ -11,10 +11,9 @@
 PolicyError that says where the fault is, what it is and what to write instead.
 """
 
-import json
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -141,39 +140,3 @@ def _base(extends: object, where: str, above: tuple[Path, ...]) -> Policy | None
         return load(extends)
     except PolicyError as error:
         raise PolicyError(f"{where}: extends = {extends!r}: {error}") from None
-
-
-def to_toml(policy: Policy) -> str:
-    """The policy as a TOML file that `load` reads back, equal row by row."""
-    lines = [f"name = {_quoted(policy.name)}", f"halves = {_quoted(policy.halves)}"]
-    lines += [f"fp8 = {_quoted(policy.fp8)}"] if policy.fp8 else []
-    lines += [f"few_rows = {policy.few_rows}"] if policy.few_rows else []
-    for scope in sorted({"", *(row.scope for row in policy.rows)}):
-        lines += ["", f"[scopes.{_quoted(scope)}]" if scope else "[rules]"]
-        of_scope = [row for row in policy.rows if row.scope == scope]
-        for of in sorted({row.of for row in of_scope}):
-            lines.append(f"{_quoted(of)} = {_value([r for r in of_scope if r.of == of])}")
-    return "\n".join(lines) + "\n"
-
-
-def _value(rows: Sequence[Row]) -> str:
-    parts: dict[str, str] = {}
-    for row in rows:
-        own = {"rule": row.rule.value, "instead": row.instead}
-        told = {key: _quoted(value) for key, value in own.items() if value}
-        if row.dtype:
-            parts[row.dtype] = _inline(told)
-        else:
-            parts |= told
-    return _inline(parts)
-
-
-def _inline(told: Mapping[str, str]) -> str:
-    if told.keys() == {"rule"}:
-        return told["rule"]
-    return "{ " + ", ".join(f"{key} = {value}" for key, value in told.items()) + " }"
-
-
-def _quoted(value: str) -> str:
-    """A TOML string: as JSON has it, but that DEL is escaped too."""
-    return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007F")

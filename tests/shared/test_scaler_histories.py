@@ -114,7 +114,7 @@ def by_numbers(all_: list[History]) -> list[States]:
     return [[tuple(map(float, state)) for state in run(it)] for it in all_]
 
 
-def with_torch(make: Callable[[Any], Any], **options: Any) -> Column:
+def with_torch(make: Callable[[Any], Any]) -> Column:
     """`GradScaler` around an optimizer; nothing reads its state before the end."""
 
     def run(it: History) -> States:
@@ -125,7 +125,7 @@ def with_torch(make: Callable[[Any], Any], **options: Any) -> Column:
         rule = it.rule
         scaler = GradScaler(
             "cpu", it.first, rule.growth, rule.backoff, it.interval, min_scale=rule.min_scale,
-            max_scale=rule.max_scale, hysteresis=rule.hysteresis, **options,
+            max_scale=rule.max_scale, hysteresis=rule.hysteresis,
         )  # fmt: skip
         weight = torch.ones((), requires_grad=True)
         optimizer = make([weight])
@@ -174,12 +174,10 @@ def host(all_: list[History]) -> list[States]:
 
 
 def device(all_: list[History]) -> list[States]:
-    """By turns an optimizer whose step is undone, and a fused one, which skips by itself."""
+    """A fused optimizer, which skips by itself."""
     import torch
 
-    undone = with_torch(lambda ws: torch.optim.SGD(ws, lr=0.1, foreach=False), skip_on="device")
-    fused = with_torch(lambda ws: torch.optim.SGD(ws, lr=0.1, fused=True))
-    return [(fused if at % 2 else undone)([it])[0] for at, it in enumerate(all_)]
+    return with_torch(lambda ws: torch.optim.SGD(ws, lr=0.1, fused=True))(all_)
 
 
 @cache

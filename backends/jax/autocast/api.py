@@ -298,7 +298,7 @@ class _PlannedFunction:
     ) -> Any:
         """The results of the function, or of one of arrays that stands for it."""
         region = self.region
-        arrays, rest = apart((args, kwargs), is_array)
+        arrays, rest = _traced_leaves(fn, args, kwargs)
         key = call_key(fn, rest, arrays) if self.keeps_calls else None
         evaluate: Evaluate
         if key is None:
@@ -390,11 +390,23 @@ def trace(
 
 _FUNCTION = type(jax.jit(lambda: None))
 
-# Types of leaves of which equal ones are the same; `object` for the mark of an array.
-_PLAIN = frozenset({object, bool, int, str, type(None)})
+# Types of numbers that a jitted function traces, as it does arrays.
+_NUMBERS = frozenset({bool, int, float, complex})
 
 # Plans of a jitted function that are kept.
 KEPT = 64
+
+
+def _traced_leaves(
+    fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]
+) -> tuple[list[Any], Rest[Any]]:
+    """The leaves of a call that are traced, apart from the rest, which is passed as it is."""
+    if not isinstance(fn, _FUNCTION):
+        return apart((args, kwargs), is_array)
+    static = compat.static_leaves(fn, args, kwargs)
+    return apart(
+        (args, kwargs), lambda x: not next(static) and (type(x) in _NUMBERS or is_array(x))
+    )
 
 
 def call_key(
@@ -403,11 +415,14 @@ def call_key(
     """The types of a call's arrays, and all else that its plan depends on, to keep it under."""
     if not isinstance(fn, _FUNCTION) or decision_log.current() is not None:
         return None
-    kinds = tuple(map(type, rest.leaves))
-    if not _PLAIN.issuperset(kinds) or any(isinstance(x, jax.core.Tracer) for x in arrays):
+    if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return None
+    try:  # what is left is static: jit has the same program for what is equal, of one type
+        hash(rest.leaves)
+    except TypeError:
+        return None  # and jit says what it takes
     settings = compat.trace_context(), len(vocabulary().registered)
-    return tuple(map(jax.typeof, arrays)), (kinds, settings)
+    return tuple(map(jax.typeof, arrays)), (tuple(map(type, rest.leaves)), settings)
 
 
 def whole(plan: Plan) -> Evaluate:

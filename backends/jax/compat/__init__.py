@@ -5,9 +5,10 @@ Each name says why it is needed and since when it has been there;
 """
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import repeat
 from types import CodeType, FunctionType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -95,6 +96,21 @@ def opened(closed: ClosedProgram) -> tuple[OpenProgram, Sequence[Any]]:
 def close(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.ClosedJaxpr:
     """A jaxpr without constants, as a closed one: the same each time. Since jax 0.4."""
     return jaxpr if isinstance(jaxpr, core.ClosedJaxpr) else _partial_eval.close_jaxpr(jaxpr)
+
+
+def static_leaves(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[bool]:
+    """Whether each leaf of a call of a jitted function belongs to a static argument.
+
+    JAX shows what is traced (`fn.trace(...).args_info`), but not which arguments it has left out.
+    Since jax 0.4.
+    """
+    info = fn._jit_info
+    if not info.static_argnums and not info.static_argnames:
+        return repeat(False)
+    at = {n + len(args) if n < 0 else n for n in info.static_argnums}
+    given = [(x, i in at) for i, x in enumerate(args)]
+    given += [(kwargs[name], name in info.static_argnames) for name in sorted(kwargs)]
+    return (static for x, static in given for _ in jax.tree.leaves(x))
 
 
 def binders(closed: ClosedProgram) -> tuple[Sequence[Atom], Sequence[Atom]]:

@@ -436,6 +436,7 @@ def nodes_of(
                 call=program.of_event.get(event.site.key),
                 returned=at in returned,
                 ended=op == "minimum" and bool(np.any(fact.peak == top)),
+                divisors=event.divisors,
             )
         )
     return nodes

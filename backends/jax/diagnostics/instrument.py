@@ -65,6 +65,7 @@ class Event(NamedTuple):
     group: int | None  # of the call that it ends; None of any other
     # of the program that a low dtype makes 0 or 1, by the place among its operands
     numbers: tuple[tuple[int, float], ...]
+    divisors: tuple[int, ...] | None  # of a division, the events that made what it divides by
     later: tuple[int, ...] = ()  # events of the same loop whose results it reads one round later
 
     @property
@@ -208,7 +209,10 @@ class MeasuredCall(Placed[Origin]):
                 inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
                 dtype = made[0].dtype.name if made else ""
                 numbers = self._constants(site)
-                events.append(Event(site, inputs, outside, dtype, through.given, group, numbers))
+                divisors = tuple(sorted(values[1].events)) if name == "div" else None
+                events.append(
+                    Event(site, inputs, outside, dtype, through.given, group, numbers, divisors)
+                )
         elif (number := self.numbers[key]) is not None:  # a loop's equation is met again
             event = events[number]
             later = tuple(sorted(through.events.difference(event.inputs)))

@@ -80,8 +80,6 @@ def make(name: str, device: str, key: str) -> Function | None:
         with dispatcher.ExcludeKeys(excluded):
             if row.rule is Rule.KEEP:
                 return call(*args, **kwargs)
-            if row.rule is Rule.FORBID and agrees:
-                return replaced.call_boxed(keys, *args, **kwargs)  # raises torch's own error
             return on_device.run(in_region, region_casts.cast, call, args, kwargs)
 
     return dynamo.no_frame(kernel, inside=True)

@@ -10,7 +10,6 @@ import torch.nn as nn
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
-    _use_grad_for_differentiable,
 )
 
 from polymp.backends.torch.compat import dynamo
@@ -31,25 +30,59 @@ def names(optimizer: torch.optim.Optimizer) -> dict[torch.Tensor, str]:
     return found
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`, traced by dynamo without a graph break if possible.
+# Steps of torch's optimizers in graphs of torch.compile.
+
+
+def fits_a_graph(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether dynamo is tracing, and can trace this optimizer's step, which is torch's."""
+    # The wrapper of a learning-rate scheduler (`_wrapped_by_lr_sched`) only sets an attribute, and
+    # dynamo drops writes to attributes of optimizers. The dynamo of torch 2.15 can trace `getattr`
+    # on such a step, but not `hasattr`.
+    return (
+        torch.compiler.is_dynamo_compiling()
+        and _lists_of(type(optimizer)) is not None
+        and not optimizer.defaults.get("differentiable", False)
+        and (
+            "step" not in vars(optimizer) or getattr(optimizer.step, "_wrapped_by_lr_sched", False)
+        )
+    )
+
+
+@dynamo.at_trace_time
+def _lists_of(kind: type[torch.optim.Optimizer]) -> int | None:
+    """Return how many lists `_init_group` fills; None where it or the step is not torch's."""
+    step: Any = kind.step
+    make = inspect.unwrap(getattr(kind, "_init_group", step))
+    inside = inspect.unwrap(step)
+    torchs = all(f.__module__.startswith("torch.optim.") for f in (make, inside))
+    if not torchs or make is inside or step.__wrapped__.__wrapped__ is not inside:
+        return None
+    return len(inspect.signature(make).parameters) - 2
+
+
+def make_state(optimizer: torch.optim.Optimizer) -> None:
+    """While dynamo traces, make the state that an optimizer of torch's makes in its first step.
+
+    Dynamo runs `_init_group` while it traces it, so that the state exists after this call. Each
+    class has arguments of its own: a group, and lists to fill.
+    """
+    lists = _lists_of(type(optimizer))
+    assert lists is not None
+    for group in optimizer.param_groups:
+        filled: list[list[Any]] = []
+        for _ in range(lists):
+            filled.append([])
+        optimizer._init_group(group, *filled)  # type: ignore[attr-defined]
+
+
+def traced_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    """Call `optimizer.step(*args, **kwargs)`, which fits a graph, without a graph break.
 
     torch's optimizers break the graph around their step, so that inductor sees that no gradient is
-    wanted (see a note in torch/optim/optimizer.py). Here the function inside their wrappers is
-    called instead. The wrapper of a learning-rate scheduler (`_wrapped_by_lr_sched`) only sets an
-    attribute, and dynamo drops writes to attributes of optimizers. The dynamo of torch 2.15 can
-    trace `getattr` on such a step, but not `hasattr`.
+    wanted (see a note in torch/optim/optimizer.py). Here the function inside their two wrappers is
+    called instead.
     """
-    kind: Any = type(optimizer)
-    if (
-        not torch.compiler.is_dynamo_compiling()
-        or not _breaks_graphs(kind)
-        or optimizer.defaults["differentiable"]
-        or (
-            "step" in vars(optimizer) and not getattr(optimizer.step, "_wrapped_by_lr_sched", False)
-        )
-    ):
-        return optimizer.step(*args, **kwargs)
+    step: Any = type(optimizer).step
     for hook in (
         *_global_optimizer_pre_hooks.values(),
         *optimizer._optimizer_step_pre_hooks.values(),
@@ -57,28 +90,13 @@ def optimizer_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) 
         if (given := hook(optimizer, args, kwargs)) is not None:
             args, kwargs = given
     with torch.no_grad():
-        result = kind.step.__wrapped__.__wrapped__(optimizer, *args, **kwargs)
+        result = step.__wrapped__.__wrapped__(optimizer, *args, **kwargs)
     for hook in (
         *_global_optimizer_post_hooks.values(),
         *optimizer._optimizer_step_post_hooks.values(),
     ):
         hook(optimizer, args, kwargs)
     return result
-
-
-@dynamo.at_trace_time
-def _breaks_graphs(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether a class's `step` has these two wrappers and no others."""
-    step: Any = kind.step
-    inner: Any = getattr(step, "__wrapped__", None)
-    return (
-        getattr(step, "hooked", False)
-        and getattr(inner, "__code__", None) is _USE_GRAD.__code__
-        and not hasattr(inner.__wrapped__, "__wrapped__")
-    )
-
-
-_USE_GRAD: Any = _use_grad_for_differentiable(inspect.unwrap)  # any function will do
 
 
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Any:
@@ -94,30 +112,6 @@ def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Any:
 def complete_state(optimizer: torch.optim.Optimizer) -> None:
     """Have polymp's low weights put what stands beside them into the state, before it is copied."""
     getattr(optimizer, "complete_state", lambda: None)()
-
-
-def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """While dynamo traces, make the state that an optimizer of torch's makes in its first step.
-
-    Dynamo runs `_init_group` while it traces it, so that the state exists after this call. Each
-    class has arguments of its own: a group, and lists to fill.
-    """
-    lists = _lists_of(type(optimizer))
-    if lists is not None:
-        for group in optimizer.param_groups:
-            filled: list[list[Any]] = []
-            for _ in range(lists):
-                filled.append([])
-            optimizer._init_group(group, *filled)  # type: ignore[attr-defined]
-
-
-@dynamo.at_trace_time
-def _lists_of(kind: type[torch.optim.Optimizer]) -> int | None:
-    """Return how many lists `_init_group` fills; None without one of torch's own."""
-    make = getattr(kind, "_init_group", None)
-    if make is None or not inspect.unwrap(make).__module__.startswith("torch.optim"):
-        return None
-    return len(inspect.signature(inspect.unwrap(make)).parameters) - 2
 
 
 # A module's call is its `_call_impl`.

@@ -243,6 +243,16 @@ class Event:
         """The events that made the tensors that it read."""
         return tuple(at for at in self.origins if at is not None and at >= 0)
 
+    @property
+    def divisors(self) -> tuple[int, ...] | None:
+        """Of a division, the event that made what it divides by, if one did."""
+        if self.func is None or self.func.overloadpacket not in _DIVISIONS:
+            return None
+        return tuple(at for at in self.origins[1:] if at is not None and at >= 0)
+
+
+_DIVISIONS = (torch.ops.aten.div, torch.ops.aten.div_)
+
 
 # `Provenance`: the origins of the tensors that ops read.
 #
@@ -425,7 +435,7 @@ class Values(Subscriber):
         event = Event(op_call, origins, run, self._seen(reads), func, single, given)
         if not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
-        event.ranges = self.ranges.add_each(results)
+        event.ranges = self.ranges.add_each(self._still_bad(ran.into) or results)
         saturates = not ran.casts and op_call.op in SATURATING
         loses = run == "float16" or (run == "bfloat16" and saturates)
         compared = ran.casts or not op_call.place.updating
@@ -441,6 +451,16 @@ class Values(Subscriber):
                 self._provenance.forget(t)  # a parameter, after its step
             else:
                 self._provenance.made(t, len(self.events) - 1)
+
+    def _still_bad(self, into: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return all values of memory that an op has written a part of, if they were not finite."""
+        whole = []
+        for t in into:
+            memory, made = t.untyped_storage(), self._provenance.maker(t)
+            part = made is not None and t.is_cpu and t.numel() * t.itemsize < memory.nbytes()
+            if part and _bad(self.ranges.read(self.events[made or 0].ranges)):
+                whole.append(torch.empty(0, dtype=t.dtype).set_(memory))
+        return whole
 
     def viewed(self, args: Sequence[Any]) -> OpCall | None:
         """Give the gradient of a view to the op that made the viewed tensor."""
@@ -532,6 +552,8 @@ class Values(Subscriber):
                     single=event.single,
                     # A loss, which the backward of its own op may read.
                     returned=event.single and event.op_call.direction == FORWARD and at not in used,
+                    divisors=event.divisors,
+                    regular=bool(ends) and not any(min(ends) <= x <= max(ends) for x in (-1, 0, 1)),
                 )
             )
         found = blame(nodes)

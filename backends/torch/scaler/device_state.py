@@ -74,8 +74,6 @@ class DeviceState:
             tracker = torch.full((), first.tracker, dtype=torch.int32, device=dev)
         self._scale, self._growth_tracker = scale, tracker  # at once: half of it would be no state
         self._tensors()
-        if self._capturing():
-            self._captured = self._scale  # and every replay fills it anew
         self._remember(first._replace(scale=scaling.as_float32(float(first.scale))))
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -108,7 +106,9 @@ class DeviceState:
         if state is not None:
             self._regular = regular(self._rule, state)
         self._known = None
-        if not torch.compiler.is_compiling():
+        if self._capturing():  # every replay writes to them
+            self._captured = self._scale
+        elif not torch.compiler.is_compiling():
             self._known = state, tuple((t, t._version) for t in self._tensors())
 
     def _capturing(self) -> bool:
@@ -161,22 +161,19 @@ class DeviceState:
     def _set_scale(self, new: Any, device: str) -> None:
         """Set the scale to a number, or a tensor on the device type."""
         scale, *_ = self._tensors()
-        before = self._recall()
-        if self._capturing():
-            self._captured = scale
+        before, state = self._recall(), None
         if isinstance(new, torch.Tensor):
             _check_new_scale(new, device)
             bounded = new.detach().reshape(()).to(scale.dtype)
             bounded = bounded.clamp(self._rule.min_scale, self._rule.max_scale)
             scale.copy_(torch.where(bounded.isnan(), scale, bounded))
-            number = None
         else:
             number = scaling.checked_scale("new_scale", new, self._rule)
             scale.fill_(number)
+            if before is not None:
+                state = before._replace(scale=scaling.as_float32(number))
         self._arriving.age = self._arriving.sent = math.inf  # no copy on its way has this scale
-        self._known = None
-        if number is not None and before is not None:
-            self._remember(before._replace(scale=scaling.as_float32(number)))
+        self._remember(state)
 
     def _update_on_host(self, *, skipped: bool, loss_lost: bool, given: bool) -> ScaleState:
         """Apply the rule to Python numbers, and write the ones that have changed."""
@@ -207,8 +204,6 @@ class DeviceState:
             self._arriving.age = self._arriving.sent = math.inf
         scale, tracker, counts = self._tensors()
         loss = unscale.largest(losses)
-        if self._capturing():
-            self._captured = scale
         bars = self._bars if self._regular else None
         if bars is not None and loss is not None and loss is not self._loss:
             self._noted_loss().copy_(loss)  # the ranks have found another together

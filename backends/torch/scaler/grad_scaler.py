@@ -10,14 +10,14 @@ import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
 from polymp import scaling
 from polymp.backends.torch.autocast import regions
-from polymp.backends.torch.compat import accelerators, distributed, modes
+from polymp.backends.torch.compat import accelerators, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
 from polymp.scaling import (
@@ -49,20 +49,6 @@ def _refresh_per_optimizer_state() -> Entry:
 def _fresh_entries() -> dict[int, Entry]:
     make: Callable[[], Entry] = _refresh_per_optimizer_state
     return defaultdict(make)
-
-
-SkipOn = Literal["auto", "host", "device"]
-
-
-class Options(NamedTuple):
-    """Arguments of `GradScaler` by their names."""
-
-    on_stuck: OnStuck
-    stuck_after: int
-    strict: bool
-    allow_fp16: bool
-    skip_on: SkipOn
-    process_group: Any
 
 
 def _constant(name: str) -> Any:
@@ -103,10 +89,6 @@ class GradScaler(DeviceState):
             does nothing.
         allow_fp16: True accepts float16 gradients. Unscaled they are still float16, and small ones
             become zero.
-        skip_on: "host" waits for the finding and then steps or skips; "device" steps, and undoes
-            the step on the device (see `step_or_undo` in `optimizer_step`). "auto" is "device" in
-            compiled code and for optimizers whose groups are all `capturable`, and "host" for
-            others. Fused optimizers skip by themselves.
         process_group: ranks to exchange findings with, besides the meshes of DTensors; for models
             that a pipeline cuts in pieces, or under DDP for reports on losses.
 
@@ -142,7 +124,6 @@ class GradScaler(DeviceState):
         stuck_after: int = 50,
         strict: bool = False,
         allow_fp16: bool = False,
-        skip_on: SkipOn = "auto",
         process_group: Any = None,
     ) -> None:
         self._device = device
@@ -159,11 +140,10 @@ class GradScaler(DeviceState):
                 growth_factor, backoff_factor, growth_interval, min_scale, max_scale, hysteresis
             )
         )
-        if skip_on not in ("auto", "host", "device"):
-            raise ValueError(f"skip_on must be 'auto', 'host' or 'device', got {skip_on!r}.")
         checked_on_stuck(on_stuck, stuck_after)
         unscale.check_group(process_group)
-        self._options = Options(on_stuck, stuck_after, strict, allow_fp16, skip_on, process_group)
+        self._on_stuck, self._stuck_after = on_stuck, stuck_after
+        self._strict, self._allow_fp16, self._process_group = strict, allow_fp16, process_group
         first = scaling.checked_scale("init_scale", init_scale, self._rule, first=True)
         self._reported_row: int | None = None  # of skips, by the number of skips before it
         self._set_first(ScaleState(first))
@@ -214,14 +194,15 @@ class GradScaler(DeviceState):
             )
         if entry["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._look(optimizer, device_state.inverse(scale), allow_fp16=self._options.allow_fp16)
+        self._look(optimizer, device_state.inverse(scale), allow_fp16=self._allow_fp16)
         entry["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that is not done, then call `optimizer.step(*args, **kwargs)` or skip it.
 
-        A fused optimizer gets `grad_scale` and `found_inf` and decides on the device; for others
-        see `skip_on`. An optimizer without any gradient is left alone.
+        A fused optimizer gets `grad_scale` and `found_inf` and decides on the device. For others
+        the host waits for the finding, except in a graph of torch.compile, where the device puts
+        back what a bad step wrote. An optimizer without any gradient is left alone.
 
         A closure has to call `scaler.scale(loss).backward()` and return the loss as it was before
         scaling. Every evaluation is unscaled and checked; one with Inf or NaN ends the step, which
@@ -258,8 +239,9 @@ class GradScaler(DeviceState):
                 self.unscale_(optimizer)
             if self._has_nothing_to_step(entry):
                 result = None
-            elif optimizer_step.decides_on_device(self._options.skip_on, optimizer):
-                result = optimizer_step.step_or_undo(optimizer, self._found(entry), *args, **kwargs)
+            elif optimizers.fits_a_graph(optimizer):
+                found = self._found(entry)
+                result = optimizer_step.step_in_graph(optimizer, found, *args, **kwargs)
             else:
                 result = self._maybe_opt_step(optimizer, entry, *args, **kwargs)
         entry["stage"] = OptState.STEPPED
@@ -525,7 +507,7 @@ class GradScaler(DeviceState):
         """Multiply the gradients by `inverse`, if it is given, and note what all ranks found."""
         scale = self._tensors()[0]
         entry = self._per_optimizer_states[id(optimizer)]
-        ranks = unscale.rank_groups(optimizer, self._options.process_group)
+        ranks = unscale.rank_groups(optimizer, self._process_group)
         loss = self._loss if ranks.everybody else None
         by = torch.ones_like(scale) if inverse is None else inverse
         found = self._unscale_grads_(optimizer, by, torch.zeros_like(scale), allow_fp16)
@@ -548,7 +530,7 @@ class GradScaler(DeviceState):
         """Return whether there was no gradient to look at, so that the step does nothing."""
         if entry["found_inf_per_device"]:
             return False
-        if self._options.strict:
+        if self._strict:
             raise AssertionError("No inf checks were recorded for this optimizer.")
         return True
 
@@ -653,12 +635,12 @@ class GradScaler(DeviceState):
 
     def _react_if_stuck(self, state: ScaleState) -> None:
         """React to `stuck_after` skips in a row, once in each row."""
-        stuck = state.skips >= self._options.stuck_after
+        stuck = state.skips >= self._stuck_after
         row = state.skipped - state.skips if stuck else None
         if stuck and row != self._reported_row:
             self._reported_row = row
             report = self._reported(last=True)._replace(state=state)
-            tell(self._options.on_stuck, report)
+            tell(self._on_stuck, report)
         self._reported_row = row
 
 

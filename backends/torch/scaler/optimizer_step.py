@@ -1,14 +1,13 @@
-"""The step of an optimizer under a loss scaler: fused, undone on the device, or with a closure.
+"""The step of an optimizer under a loss scaler: fused, in a graph, or with a closure.
 
 fused        the optimizer divides by the scale and skips by itself, as torch's fused ones do
-undone       it steps, and what a bad step changed is put back: the host does not wait
+in a graph   of torch.compile it steps, and what a bad step wrote is put back on the device
 a closure    the loss is evaluated, scaled and unscaled within the step, as for LBFGS
 no scaler    `expect_scaler` flags it, after a float16 region
 """
 
 import inspect
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary, WeakSet
@@ -82,154 +81,33 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bo
     return not (wait and bool(found))
 
 
-# An optimizer's step that is skipped by a value on the device, for which the host does not wait.
-#
-# The step is taken, and then undone on the device if Inf or NaN was found: parameters that have
-# a gradient, and the tensors of their state, get their old values back, for a copy of both and
-# three passes over them. The rest is put back by the host, which waits for the finding: state that
-# the step has made, numbers that it has changed, tensors on the CPU if the finding is elsewhere. It
-# waits before the step if there are other objects than tensors and numbers in the state.
-# docs/scaling-torch.md says which of torch's optimizers make it wait.
-
-State = dict[str, Any]
-
-# Values that a step can only replace, not change in place.
-_PLAIN = (torch.Tensor, bool, int, float, str, type(None))
-
-# Integer dtypes by their size in bytes. There is none of 16, as complex128 has: see `_Copies`.
-_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def step_or_undo(
+def step_in_graph(
     optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`, and undo it if `found` is not 0."""
-    # In code that torch.compile traces nothing can wait: there torch's optimizers make their state
-    # before the step, and a first step that is skipped leaves it as made. SGD's momentum is then
-    # zeros instead of None, which gives the same next step unless `dampening` is set.
-    compiling = torch.compiler.is_compiling()
-    optimizers.complete_state(optimizer)
-    if compiling:
-        optimizers.make_state(optimizer)
+    """Take a step that fits a graph, in which nothing can wait; put back what it wrote if `found`.
+
+    The optimizer makes its state before the step, and a first step that is skipped leaves it so.
+    """
+    optimizers.make_state(optimizer)
+    if not prepare_to_skip(optimizer, found):
+        return None
     params = [p for p in optimizers.parameters(optimizer) if p.grad is not None]
-    skip = found != 0
-    before = [dict(optimizer.state.get(p, {})) for p in params]
-    if not all(isinstance(v, _PLAIN) for state in before for v in state.values()):
-        return None if bool(skip) else optimizers.optimizer_step(optimizer, *args, **kwargs)
-    settings = [_settings(group) for group in optimizer.param_groups]
     with torch.no_grad():
-        kept = [distributed.local(p) for p in params]
-        for state in before:
-            kept += [distributed.local(v) for v in state.values() if isinstance(v, torch.Tensor)]
-        copies = _Copies(kept, skip)
-
-    def undo() -> None:
-        skips = unscale.OnDevices(skip, copy=False)
-        with torch.no_grad():
-            copies.put_back(skips)
-        if compiling and isinstance(optimizer, torch.optim.SGD):
-            _momentum_from_zeros(optimizer, dict(zip(params, before, strict=True)), skips)
-        same = settings == [_settings(group) for group in optimizer.param_groups]
-        for p, state in zip(params, before, strict=True):
-            same = same and _same(state, optimizer.state.get(p, {}))
-        if not same and bool(skip):
-            for p, state in zip(params, before, strict=True):
-                if state:
-                    optimizer.state[p] = state
-                else:
-                    optimizer.state.pop(p, None)
-            for group, was in zip(optimizer.param_groups, settings, strict=True):
-                group.update(was)
-
-    if compiling:  # a graph that breaks in a try is given up
-        result = optimizers.optimizer_step(optimizer, *args, **kwargs)
-    else:
-        try:
-            result = optimizers.optimizer_step(optimizer, *args, **kwargs)
-        except BaseException:  # of the step or a hook, with parameters written already
-            undo()
-            raise
-    undo()
+        before = [[t.clone() for t in _written(optimizer, p)] for p in params]
+    result = optimizers.traced_step(optimizer, *args, **kwargs)
+    skips = unscale.OnDevices(found != 0, copy=False)
+    with torch.no_grad():
+        for p, old in zip(params, before, strict=True):
+            # A momentum with dampening is new, where `found` is 0.
+            for now, was in zip(_written(optimizer, p), old, strict=False):
+                torch.where(skips.get(now.device), was, now, out=now)
     return result
 
 
-def decides_on_device(skip_on: str, optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the device decides on a step."""
-    if skip_on == "auto":
-        return torch.compiler.is_compiling() or all(
-            group.get("capturable", False) for group in optimizer.param_groups
-        )
-    return skip_on == "device"
-
-
-class _Copies:
-    """Copies of tensors, which are put back if a finding is not 0."""
-
-    # Tensors on the finding's device are read as integers, many at a time: products with 0 and 1
-    # and sums of integers are exact. A copy is multiplied by 1 if it will be put back and by 0 if
-    # not, what the step has written the other way round, and the two are added. Other tensors are
-    # put back one by one, for which the host waits after the step; in compiled code all are,
-    # because the compiler makes one kernel of many by itself.
-
-    def __init__(self, tensors: list[torch.Tensor], skip: torch.Tensor) -> None:
-        self.skip = skip
-        self.together: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-        self.alone: list[tuple[torch.Tensor, torch.Tensor]] = []
-        device, compiling = skip.device, torch.compiler.is_compiling()
-        for tensor in tensors:
-            if compiling or tensor.device != device or tensor.element_size() not in _WHOLE:
-                self.alone.append((tensor, tensor.clone()))
-            else:
-                whole = _WHOLE[tensor.element_size()]
-                self.together[whole].append(tensor.view(whole))
-        self.kept = {
-            dtype: torch._foreach_mul(alike, skip.to(dtype))
-            for dtype, alike in self.together.items()
-        }
-
-    def put_back(self, skips: unscale.OnDevices) -> None:
-        """Give the tensors their old values back if the finding is not 0."""
-        for tensor, old in self.alone:
-            torch.where(skips.get(tensor.device), old, tensor, out=tensor)
-        keep = self.skip.logical_not()
-        for dtype, alike in self.together.items():
-            torch._foreach_mul_(alike, keep.to(dtype))
-            torch._foreach_add_(alike, self.kept.pop(dtype))
-
-
-def _momentum_from_zeros(
-    optimizer: torch.optim.SGD, before: dict[torch.Tensor, State], skips: unscale.OnDevices
-) -> None:
-    """Make momentum that a skipped first step has made zeros, and note it as the old state."""
-    for group in optimizer.param_groups:
-        for p in group["params"]:
-            now = optimizer.state.get(p, {}).get("momentum_buffer")
-            if now is None or before[p].get("momentum_buffer") is not None or group["dampening"]:
-                continue
-            with torch.no_grad():
-                buffer = distributed.local(now)
-                skip = skips.get(buffer.device)
-                torch.where(skip, torch.zeros_like(buffer), buffer, out=buffer)
-            before[p]["momentum_buffer"] = now
-
-
-def _settings(group: State) -> State:
-    """Return the numbers of a group that a step could change."""
-    return {k: v for k, v in group.items() if isinstance(v, (bool, int, float))}
-
-
-def _same(before: State, after: State) -> bool:
-    """Return whether nothing but the values of tensors has changed."""
-    if before.keys() != after.keys():
-        return False
-    for key, was in before.items():
-        now = after[key]
-        if isinstance(was, torch.Tensor) or isinstance(now, torch.Tensor):
-            if now is not was:
-                return False
-        elif now != was:
-            return False
-    return True
+def _written(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[torch.Tensor]:
+    """Return what a step writes for a parameter: its values, and the tensors of its state."""
+    values = [p, *optimizer.state.get(p, {}).values()]
+    return [distributed.local(v) for v in values if isinstance(v, torch.Tensor)]
 
 
 # An optimizer's step with a closure; every evaluation of the closure is checked.

@@ -204,7 +204,7 @@ def test_data_that_are_no_numbers_are_told_and_nothing_is_changed() -> None:
 def test_a_quotient_of_zeros_is_told_and_nothing_is_changed() -> None:
     found = suggest(audit(fault=fault("operation", "div", found="NaN")))
     assert not found
-    assert found.reasons[0].endswith("div has no finite result there in float32 either.")
+    assert "of these inputs div has no finite result in float32 either." in found.reasons[0]
 
 
 def test_what_made_an_operation_fail_is_mended() -> None:
@@ -312,6 +312,8 @@ def test_the_text_is_a_part_of_a_policy_file() -> None:
     data = tomllib.loads(str(found))
     assert data == {"rules": {"exp": "fp32"}, "scopes": {"blocks.0": {"matmul": "fp32"}}}
     assert polymp.policy({"extends": "torch-cpu", **data}).rows == found.apply("torch-cpu").rows
+    scopes = {path: {"exp": "fp32"} for path in ('a"b', "a\\b", "ä b", "a\nb", "\x7f", "\x01")}
+    assert tomllib.loads(str(Suggestion(scopes=scopes))) == {"rules": {}, "scopes": scopes}
     whole = Suggestion(dtype="bfloat16", init_scale=1024.0, reasons=("one\ntwo",))
     assert str(whole) == (
         "# one two\n# Compute in bfloat16.\n# Start with a loss scale of 1024.\n"

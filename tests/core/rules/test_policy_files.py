@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
 from polymp.rules.policy import Policy
-from polymp.rules.policy_files import load, to_toml
+from polymp.rules.policy_files import load
 from polymp.rules.row import Row, Rule
 from polymp.rules.vocabulary import vocabulary
-from tests.support.policy_rows import PATTERN, RULES
+from tests.support.policy_rows import PATTERN, RULES, as_data
 from tests.support.sizes import size
 
 SHIPPED = ("amp", "fp8", "lean", "matmul", "torch-cpu", "torch-cuda", "torch-mps", "torch-xpu")
@@ -348,7 +348,7 @@ def test_an_unknown_name(name, hint):
     )
 
 
-# --- writing --------------------------------------------------------------------------------------
+# --- reading --------------------------------------------------------------------------------------
 
 SELECTORS = [
     *("mm", "linear", "softmax", "sum", "class:matmul", "class:softmax", "default"),
@@ -381,26 +381,5 @@ POLICIES = st.builds(
 
 @settings(max_examples=size(15, 100))
 @given(POLICIES)
-def test_what_is_written_is_read_back(tmp_path_factory, policy):
-    path = tmp_path_factory.getbasetemp() / "written.toml"
-    path.write_text(to_toml(policy), encoding="utf-8")
-    assert load(path) == policy
-
-
-def test_what_is_written_is_for_people():
-    assert to_toml(load({"name": "own", "extends": Policy("base", ROWS)})) == (
-        'name = "own"\n'
-        'halves = "widen"\n'
-        "\n"
-        "[rules]\n"
-        '"aten:sum.dim_IntList" = "fp32"\n'
-        '"binary_cross_entropy" = { rule = "forbid", instead = "mse_loss" }\n'
-        '"class:fft" = { rule = "keep", float16 = "fp32" }\n'
-        '"default" = "widest"\n'
-        '"linear" = "lower"\n'
-        '"softmax" = { bfloat16 = "lower", float16 = "fp32" }\n'
-        "\n"
-        '[scopes."*.lm_head"]\n'
-        '"class:matmul" = { bfloat16 = "keep" }\n'
-        '"linear" = "fp32"\n'
-    )
+def test_data_is_read_as_the_policy_that_it_is_of(policy):
+    assert load(as_data(policy)) == policy

@@ -1,5 +1,7 @@
 """An autocast function around a jitted one is planned once for arguments of the same types."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,11 +71,48 @@ def test_static_arguments_are_told_apart():
     assert fn(X, "product").shape == (2, 2)
 
 
+def graded(x, step, rate=0.5, *, train):
+    return (x @ x.T) * (rate * step) if train else x
+
+
+@pytest.mark.parametrize(
+    ("options", "plans"),
+    [
+        ({"static_argnames": "train"}, 2),
+        ({"static_argnames": ("train", "rate")}, 3),
+        ({"static_argnums": (-1,), "static_argnames": "train"}, 3),
+    ],
+)
+def test_numbers_are_traced_as_jit_traces_them(traces, options, plans):
+    plain = jax.jit(graded, **options)
+    fn = autocast(plain)
+    calls = [(X, 1, 0.25, True), (X, 2, 0.25, True), (X, 7, 2.5, True), (X, 3, 2.5, False)]
+    for x, step, rate, train in calls * 2:
+        want = jax.jit(autocast(partial(graded, train=train)))(x, step, rate)
+        assert bits(fn(x, step, rate, train=train)) == bits(want)
+    assert len([f for f in traces if f is plain]) == plans
+    gradient = jax.grad(lambda x: fn(x, 2, 0.25, train=True).sum().astype(jnp.float32))(X)
+    assert gradient.shape == X.shape
+
+
+def test_static_arguments_of_any_class_are_planned_once(traces):
+    plain = jax.jit(lambda x, widths: x @ jnp.ones((x.shape[1], *widths)), static_argnums=1)
+    fn = autocast(plain)
+    for widths in [(2,), (3,), (2,)]:
+        assert fn(X, widths).shape == (2, *widths)
+    one, other = frozenset({2}), frozenset({3})
+    for widths in (one, other, one):
+        assert fn(X, widths).shape == (2, *widths)
+    assert len([f for f in traces if f is plain]) == 4
+    with pytest.raises(ValueError, match="Non-hashable static arguments"):
+        fn(X, {2})
+
+
 def test_donated_arguments_are_given_away():
-    fn = autocast(jax.jit(lambda w, x: (w + 1, x @ w), donate_argnums=0))
-    for _ in range(3):
+    fn = autocast(jax.jit(lambda w, x, n: (w + n, x @ w), donate_argnums=0))
+    for n in range(3):
         w = W + 0
-        fn(w, X)
+        assert bits(fn(w, X, n)[0]) == bits(W + n)
         assert w.is_deleted()
         assert not X.is_deleted()
 

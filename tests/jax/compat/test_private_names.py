@@ -72,6 +72,19 @@ def test_the_context_of_an_equation_is_one_object():
         assert eqn.ctx is not compat.JaxprEqnContext()
 
 
+def test_which_leaves_of_a_call_are_static():
+    def f(x, n, kind="a", *, train=True):
+        return x
+
+    static = partial(compat.static_leaves, jax.jit(f, static_argnums=2, static_argnames="train"))
+    assert [*static((X, 1), {})] == [False, False]
+    assert [*static(({"a": X, "b": X}, 1, ("a", None, "b")), {})] == [False] * 3 + [True] * 2
+    assert [*static((X,), {"train": False, "n": 3})] == [False, False, True]
+    static = partial(compat.static_leaves, jax.jit(f, static_argnums=2))
+    assert [*static((X,), {"n": 3, "kind": "b"})] == [False, True, False]
+    assert not next(compat.static_leaves(jax.jit(f), (X, 1), {}))
+
+
 def test_binders_and_constants_of_a_closed_jaxpr():
     table = jnp.arange(4.0)
     closed = traced(lambda x: x @ table[:2] + table[2:], X)

@@ -69,26 +69,23 @@ SETTINGS: dict[str, Any] = {"init_scale": 2.0**10, "growth_interval": 2}
 
 class Way(NamedTuple):
     optimizer: Callable[[Any], torch.optim.Optimizer]
-    options: dict[str, Any]
     clip: bool = False
 
 
-ON_DEVICE = {"skip_on": "device"}
 sgd = partial(torch.optim.SGD, lr=0.125, momentum=0.5)
 adamw = partial(torch.optim.AdamW, lr=0.125)
 fused_sgd, fused_adamw = partial(sgd, fused=True), partial(adamw, fused=True)
 WAYS = {
-    "sgd": Way(sgd, {}),
-    "sgd, clipped": Way(sgd, {}, clip=True),
-    "sgd, device": Way(sgd, ON_DEVICE),
-    "sgd, fused": Way(fused_sgd, {}),
-    "adamw": Way(adamw, {}),
-    "adamw, device": Way(partial(adamw, foreach=True), ON_DEVICE),
-    "adamw, fused": Way(fused_adamw, {}),
-    "adamw, fused, clipped": Way(fused_adamw, {}, clip=True),
+    "sgd": Way(sgd),
+    "sgd, clipped": Way(sgd, clip=True),
+    "sgd, fused": Way(fused_sgd),
+    "adamw": Way(adamw),
+    "adamw, foreach": Way(partial(adamw, foreach=True)),
+    "adamw, fused": Way(fused_adamw),
+    "adamw, fused, clipped": Way(fused_adamw, clip=True),
 }
 PLAIN_ONLY = ("sgd, fused",)  # torch 2.13 has no fused SGD for DTensors
-FEW = ("sgd", "adamw, device", "adamw, fused, clipped")
+FEW = ("sgd", "adamw, foreach", "adamw, fused, clipped")
 
 
 def tried(ranks: int) -> list[str]:
@@ -225,11 +222,11 @@ def table(ranks: int) -> dict[Any, Any]:
     for name in tried(ranks):
         for way in ways(name, ranks):
             chosen = WAYS[way]
-            scaler = GradScaler("cpu", **SETTINGS, **chosen.options)
+            scaler = GradScaler("cpu", **SETTINGS)
             notes[name, way] = go(Run(CUTS[name](), chosen, scaler, early=name == "ddp"))
     for way in ways("ddp", ranks):
         chosen = WAYS[way]
-        scaler = GradScaler("cpu", **SETTINGS, **chosen.options, process_group=dist.group.WORLD)
+        scaler = GradScaler("cpu", **SETTINGS, process_group=dist.group.WORLD)
         notes["ddp_grouped", way] = go(Run(CUTS["ddp"](), chosen, scaler))
     return notes
 
@@ -298,14 +295,14 @@ def checkpoint_cases(folder: Path) -> dict[Any, Any]:
 
 Notes = dict[Any, Any]
 LAST = Plant(INF, "a.weight", -1)
-FIRST_WAYS = ("sgd", "adamw, device", "adamw, fused")
+FIRST_WAYS = ("sgd", "adamw, foreach", "adamw, fused")
 
 
 def below_one() -> Notes:
     """A gradient on one rank that is finite when scaled, and Inf when not."""
     notes = {}
     for way in some(FIRST_WAYS, dist.get_world_size()):
-        scaler = GradScaler("cpu", init_scale=2.0**-60, growth_interval=2, **WAYS[way].options)
+        scaler = GradScaler("cpu", init_scale=2.0**-60, growth_interval=2)
         history = (Plant(1e30, "a.weight", -1), None, None, Plant(1e30, "b.bias", 0))
         notes["below one", way] = go(Run(CUTS["fsdp2"](), WAYS[way], scaler), history)
     return notes
@@ -315,7 +312,7 @@ def absent() -> Notes:
     """Ranks without gradients, of one parameter or of all, while others have them."""
     notes = {}
     for way in some(FIRST_WAYS, dist.get_world_size()):
-        scaler = GradScaler("cpu", **SETTINGS, **WAYS[way].options)
+        scaler = GradScaler("cpu", **SETTINGS)
         run = Run(CUTS["fsdp2"](), WAYS[way], scaler)
         every = list(named(run.cut.model))
         # Whose gradients are gone, and what the others find.
@@ -404,7 +401,7 @@ def partial_sums() -> Notes:
             w = nn.Parameter(distribute_tensor(start, mesh, [Replicate()]))
             x = distribute_tensor(torch.full((ranks, 3), size), mesh, [Shard(0)])
             optimizer = WAYS[way].optimizer([w])
-            scaler = GradScaler("cpu", init_scale=1.0, **WAYS[way].options)
+            scaler = GradScaler("cpu", init_scale=1.0)
             scaler.scale((x @ w).sum()).backward()
             assert isinstance(w.grad, DTensor)
             placed = str(w.grad.placements), bool(local(w.grad).isfinite().all())
@@ -584,7 +581,7 @@ def on_gpus(rank: int, ranks: int) -> dict[Any, Any]:
     torch.cuda.set_device(rank)
     mesh = init_device_mesh("cuda", (ranks,))
     notes: dict[Any, Any] = {}
-    for name in ("sgd", "sgd, device", "adamw, fused"):
+    for name in ("sgd", "adamw, fused"):
         way = WAYS[name]
-        notes["fsdp2", name] = go(Run(fsdp2(mesh), way, GradScaler(**SETTINGS, **way.options)))
+        notes["fsdp2", name] = go(Run(fsdp2(mesh), way, GradScaler(**SETTINGS)))
     return notes

@@ -351,31 +351,15 @@ MAKES = {
     "SGD, fused": lambda w: torch.optim.SGD(w, lr=0.1, fused=True),
     "Adam, fused": lambda w: torch.optim.Adam(w, 0.01, eps=1e-3, fused=True, capturable=True),
     "AdamW, fused": lambda w: torch.optim.AdamW(w, 0.01, eps=1e-3, fused=True, capturable=True),
-    "AdamW, capturable": lambda w: torch.optim.AdamW(w, lr=0.01, eps=1e-3, capturable=True),
 }
 
 
-# The optimizer and what skips its step: the step itself, or what undoes it on the device.
-NEVER_WAIT: dict[str, tuple[Any, dict[str, Any]]] = {
-    name: (make, {}) for name, make in MAKES.items()
-}
-NEVER_WAIT |= {
-    "NAdam, capturable": (lambda w: torch.optim.NAdam(w, capturable=True, foreach=True), {}),
-    "SGD, undone": (lambda w: torch.optim.SGD(w, 0.1, 0.9), {"skip_on": "device"}),
-    "Muon, undone": (lambda w: torch.optim.Muon(w, lr=0.1), {"skip_on": "device"}),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [*((name, FP32) for name in NEVER_WAIT), *((name, FP16) for name in MAKES)],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [FP32, FP16], ids=str)
+@pytest.mark.parametrize("name", MAKES)
 def test_sixty_steps_never_wait(name: str, dtype: torch.dtype) -> None:
     """Of which four and more send the state to the host, where it is read once it is there."""
-    make, options = NEVER_WAIT[name]
-    options = options | ({"allow_fp16": True} if dtype is FP16 else {"on_stuck": "raise"})
-    loop = Loop(make, dtype=dtype, **options)
+    options = {"allow_fp16": True} if dtype is FP16 else {"on_stuck": "raise"}
+    loop = Loop(MAKES[name], dtype=dtype, **options)
     spoils = {step: torch.tensor(value, device=DEVICE) for step, value in SPOILS.items()}
     one = torch.ones((), device=DEVICE)
     for _ in range(2):  # states are made, libraries are loaded
@@ -470,12 +454,12 @@ def test_the_first_scale_can_be_captured() -> None:
 
 def test_an_update_captured_after_steps_that_the_host_took() -> None:
     """The host's knowledge of the state is no longer valid after replays."""
-    loop = Loop(lambda w: torch.optim.SGD(w, lr=0.1), skip_on="host", growth_factor=2.0)
+    loop = Loop(lambda w: torch.optim.SGD(w, lr=0.1), growth_factor=2.0)
     with on_a_side_stream():
         for _ in range(3):
             loop.iterate()
     assert loop.scaler._recall() is not None
-    loop.scaler._options = loop.scaler._options._replace(skip_on="device")
+    loop.optimizer = torch.optim.SGD(loop.weights, lr=0.1, fused=True)
     with on_a_side_stream():
         for _ in range(2):
             loop.iterate()

@@ -428,7 +428,7 @@ own = policy_files.load(f"torch-{device}")
 # The policy as a user would come to it.
 AS_FILE = """
 from pathlib import Path
-Path("mine.toml").write_text(policy_files.to_toml(own).replace(own.name, "mine"))
+Path("mine.toml").write_text(policy_files.text(own.name))
 mine = policy_files.load("mine.toml")
 assert mine.name == "mine" and mine != own
 """

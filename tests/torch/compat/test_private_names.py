@@ -413,12 +413,19 @@ def test_steps_of_torch_s_optimizers_are_in_the_two_wrappers_that_are_left_out()
         def step(self, closure=None):
             return super().step(closure)
 
-    w = torch.ones(2, requires_grad=True)
-    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Rprop, Own):
+    class Derived(torch.optim.SGD):
+        pass
+
+    torchs = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Rprop, Derived
+    w = torch.ones((2, 2), requires_grad=True)
+    for kind in (*torchs, torch.optim.Muon, torch.optim.Adafactor, Own):
         optimizer = kind([w], lr=0.5)  # the outer wrapper comes with the first of a class
-        assert optimizers._breaks_graphs(kind) is (kind is not Own)
-        assert optimizer.defaults["differentiable"] is False
-    assert not optimizers._breaks_graphs(torch.optim.LBFGS)
+        assert (optimizers._lists_of(kind) is None) is (kind is Own)
+        if kind in torchs:
+            assert optimizer.defaults["differentiable"] is False
+    torch.optim.LBFGS([w]), torch.optim.SparseAdam([w])
+    assert optimizers._lists_of(torch.optim.LBFGS) is None
+    assert optimizers._lists_of(torch.optim.SparseAdam) is None
 
 
 def test_a_step_without_hooks_and_one_without_wrappers():
@@ -460,9 +467,9 @@ def test_the_lists_that_an_optimizer_s_state_is_gathered_in():
         def _init_group(self, group):
             raise AssertionError
 
-    counts = {torch.optim.SGD: 3, torch.optim.Adam: 6, torch.optim.Muon: 3}
-    assert {kind: optimizers._lists_of(kind) for kind in counts} == counts
-    assert optimizers._lists_of(torch.optim.LBFGS) is optimizers._lists_of(Own) is None
+    w = torch.ones((2, 2), requires_grad=True)
+    counts = {torch.optim.SGD: 3, torch.optim.Adam: 6, torch.optim.Muon: 3, Own: None}
+    assert {kind: optimizers._lists_of(type(kind([w]))) for kind in counts} == counts
 
 
 def test_what_is_not_traced_breaks_a_graph_and_says_why():

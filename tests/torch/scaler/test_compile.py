@@ -31,7 +31,7 @@ STEPS = 24
 IN_LOSS, IN_GRADIENT = (0, 9, 17), (4, 5, 17, 22)
 Make = Callable[[Any], optim.Optimizer]
 
-# Every optimizer of torch that dynamo can trace. SGD's momentum is there from the second step on.
+# Every optimizer of torch whose step is in a graph. SGD's momentum is there from the second on.
 OPTIMIZERS: dict[str, Make] = {
     "SGD": partial(optim.SGD, lr=0.1),
     "SGD, momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
@@ -58,6 +58,20 @@ def fresh() -> Iterator[None]:
     yield
     logger.setLevel(level)
     torch._dynamo.reset()
+
+
+class NotTorchs(optim.SGD):
+    """Its step is not in a graph, and nothing puts back what it counts: the host has to wait."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.steps = torch.zeros(())
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.steps.add_(1)
+        for p in self.param_groups[0]["params"]:
+            p -= p.grad / self.steps
 
 
 class History(NamedTuple):
@@ -148,6 +162,15 @@ def test_two_graphs_and_the_history_of_eager_code(name: str, backend: str) -> No
             assert torch.equal(w, expected)
     # One for each part, a second forward now that there is a scale, a second step with momentum.
     assert ours.graphs[1:] == [3 + ("SGD, " in name)] * (STEPS - 1)
+
+
+def test_every_optimizer_of_torch_is_here() -> None:
+    there = {
+        n for n, v in vars(optim).items()
+        if isinstance(v, type) and issubclass(v, optim.Optimizer) and v is not optim.Optimizer
+    }  # fmt: skip
+    tried = {getattr(make, "func", make).__name__ for make in OPTIMIZERS.values()}
+    assert there - tried == {"LBFGS", "SparseAdam"}  # see docs/scaling-torch.md
 
 
 @pytest.mark.one_in(3)
@@ -244,8 +267,9 @@ def test_a_whole_step_is_one_graph_where_dynamo_traces_gradients(name: str, back
         partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
         partial(optim.SGD, lr=0.1, momentum=0.9, fused=True),
         partial(optim.AdamW, fused=True),
+        NotTorchs,
     ],
-    ids=["Adam", "dampening", "SGD fused", "AdamW fused"],
+    ids=["Adam", "dampening", "SGD fused", "AdamW fused", "not torch's"],
 )
 def test_a_training_function_with_graph_breaks(make: Make) -> None:
     """As most write it: `zero_grad` and `backward` break the graph, a fused step does, too."""

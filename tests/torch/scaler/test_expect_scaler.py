@@ -193,7 +193,6 @@ FUNCTIONS: tuple[Callable[[Run], None], ...] = (
 )  # fmt: skip
 FINE: dict[str, Callable[[Run], None]] = {f.__name__: f for f in FUNCTIONS} | {
     "by scaler": lambda run: iterate(run, GradScaler("cpu")),
-    "on the device": lambda run: iterate(run, GradScaler("cpu", skip_on="device")),
     "disabled": lambda run: iterate(run, GradScaler("cpu", enabled=False)),
     "unscaled": lambda run: iterate(run, GradScaler("cpu"), by_hand=True),
     "by torch's": lambda run: iterate(run, torch.amp.GradScaler("cpu"), 2),

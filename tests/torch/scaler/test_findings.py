@@ -22,9 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*invariant checks:UserWarning")
 
 
 def start(by: str, **options: Any) -> tuple[torch.Tensor, torch.optim.Optimizer, GradScaler]:
-    asked, make = DECIDERS[by]
     w = torch.ones(3, requires_grad=True)
-    return w, make([w]), GradScaler("cpu", **{"init_scale": 8.0} | asked | options)
+    return w, DECIDERS[by]([w]), GradScaler("cpu", **{"init_scale": 8.0} | options)
 
 
 def backward(scaler: GradScaler, w: torch.Tensor, bad: float | None = None) -> None:
@@ -132,7 +131,6 @@ def given_gradients(
     values: list[list[float]], dtype: torch.dtype, by: str
 ) -> tuple[list[np.ndarray[Any, Any]], GradScaler, torch.optim.Optimizer]:
     """True gradients, a scaler of scale 8 that has looked at the scaled ones, and the optimizer."""
-    asked, make = DECIDERS[by]
     params, true = [], []
     for row in values:
         t = torch.tensor(row, dtype=torch.float64).to(dtype)
@@ -142,9 +140,9 @@ def given_gradients(
         p.grad = torch.view_as_complex(torch.view_as_real(t) * 8) if t.is_complex() else t * 8
         params.append(p)
         true.append(t.numpy() + 0)
-    scaler = GradScaler("cpu", init_scale=8.0, **asked)
+    scaler = GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(()))
-    optimizer = make(params)
+    optimizer = DECIDERS[by](params)
     scaler.step(optimizer)
     scaler.update(8.0)
     return true, scaler, optimizer

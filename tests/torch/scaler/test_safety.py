@@ -17,11 +17,10 @@ from tests.support.torch import each_op
 INF, NAN = float("inf"), float("nan")
 Optimizer = torch.optim.Optimizer
 
-# Who decides that a step is skipped: the host, the optimizer on the device, or what undoes it.
-DECIDERS: dict[str, tuple[dict[str, Any], Callable[[Any], Optimizer]]] = {
-    "host": ({}, lambda p: torch.optim.SGD(p, lr=0.5)),
-    "fused": ({}, lambda p: torch.optim.SGD(p, lr=0.5, fused=True)),
-    "undone": ({"skip_on": "device"}, lambda p: torch.optim.SGD(p, lr=0.5)),
+# Who decides that a step is skipped: the host, or the optimizer on the device.
+DECIDERS: dict[str, Callable[[Any], Optimizer]] = {
+    "host": lambda p: torch.optim.SGD(p, lr=0.5),
+    "fused": lambda p: torch.optim.SGD(p, lr=0.5, fused=True),
 }
 everywhere = pytest.mark.parametrize("by", DECIDERS)
 
@@ -30,11 +29,9 @@ class Run:
     """One weight, one optimizer, one scaler, and what losses do to them."""
 
     def __init__(self, by: str = "host", **options: Any) -> None:
-        asked, make = DECIDERS[by]
         self.w = torch.tensor([1.0, -2.0], requires_grad=True)
-        self.optimizer = make([self.w])
-        asked = {"init_scale": 8.0, "on_stuck": "raise"} | asked | options
-        self.scaler = GradScaler("cpu", **asked)
+        self.optimizer = DECIDERS[by]([self.w])
+        self.scaler = GradScaler("cpu", **{"init_scale": 8.0, "on_stuck": "raise"} | options)
 
     def iterate(self, *factors: float, overflow: bool = False) -> None:
         """One iteration of a microbatch for each factor: its loss is `w.sum() * factor`."""
@@ -116,10 +113,10 @@ def test_a_lost_loss_skips_the_optimizers_whose_gradients_come_from_it(fused: bo
     assert [scaler.state_dict()[k] for k in ("scale", "skips", "spoiled")] == [4.0, 1, 1]
 
 
-def given_up(kind: Any, options: dict[str, Any], make: Any, when: str) -> tuple[list[float], Any]:
+def given_up(kind: Any, make: Any, when: str) -> tuple[list[float], Any]:
     """A loop of four steps, whose second meets NaN and goes on to the next; and its scaler."""
     w = torch.ones(1, requires_grad=True)
-    optimizer, scaler, seen = make([w]), kind("cpu", init_scale=8.0, **options), []
+    optimizer, scaler, seen = make([w]), kind("cpu", init_scale=8.0), []
     for step in range(4):
         optimizer.zero_grad()
         loss = scaler.scale((w * (NAN if step == 1 else 0.2)).sum())
@@ -137,10 +134,10 @@ def given_up(kind: Any, options: dict[str, Any], make: Any, when: str) -> tuple[
 @everywhere
 @pytest.mark.parametrize("when", ["before backward", "before step"])
 def test_a_loss_that_was_given_up_skips_no_later_step(by, when) -> None:
-    options, make = DECIDERS[by]
-    seen, scaler = given_up(GradScaler, options, make, when)
+    make = DECIDERS[by]
+    seen, scaler = given_up(GradScaler, make, when)
     assert seen == [0.9, 0.8, 0.7]
-    assert seen == given_up(torch.amp.GradScaler, {}, make, when)[0]
+    assert seen == given_up(torch.amp.GradScaler, make, when)[0]
     assert [scaler.state_dict()[k] for k in ("_growth_tracker", "spoiled", "skipped")] == [3, 0, 0]
     # Nor is an overflow taken for a lost loss after the next update.
     w = scaler.scale(torch.ones(())), torch.zeros(1, requires_grad=True)
@@ -157,7 +154,7 @@ def test_under_another_default_dtype(by, hysteresis, dtype) -> None:
     def play() -> dict[str, Any]:
         run = Run(by, hysteresis=hysteresis)
         run.w = run.w.float().detach().requires_grad_()
-        run.optimizer = DECIDERS[by][1]([run.w])
+        run.optimizer = DECIDERS[by]([run.w])
         for factor in (1.0, INF, 1.0, INF, 1.0):
             run.iterate(factor)
             run.scaler.report()
@@ -175,7 +172,7 @@ def test_a_first_scale_that_is_interrupted_at_any_line_can_be_made_again() -> No
     runs: list[Run] = []
 
     def first(at: int) -> None:
-        runs.append(Run("undone"))
+        runs.append(Run("fused"))
         loss = runs[-1].w.sum()
         each_op.interrupted(lambda: runs[-1].scaler.scale(loss), at)
 

@@ -41,6 +41,7 @@ from polymp.diagnostics.run_record import (
     FAILS,
     GRADIENT,
     INPUT,
+    MEAN_MAGNITUDE,
     RESULT,
     RMS,
     UPDATE,
@@ -205,6 +206,12 @@ class Comparison(Shown):
             return (
                 "The calls before it ran in compiled code, where it may begin: compile block by "
                 "block, `block.compile()`, to see the result of each"
+            )
+        if power := _scale(row):
+            larger, times = self.names[power > 0], 2 ** abs(power)
+            return (
+                f"In {larger} it is {times:,} times as large, as where a loss is scaled: compare "
+                "runs of one loss scale"
             )
         return "All that it reads agrees, as far as it was compared"
 
@@ -408,6 +415,15 @@ def _called(a: RecordedArray) -> str:
     back = {BACKWARD: ", backward", RECOMPUTE: ", recomputed"}.get(a.direction, "")
     back = back if a.kind == RESULT else ""
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")
+
+
+def _scale(row: Compared) -> int:
+    """The power of two by which a gradient is larger in the other run; 0 if it is by none."""
+    sizes = [a.values[AMAX : MEAN_MAGNITUDE + 1] for a in (row.one, row.other) if a is not None]
+    if row.array.direction != BACKWARD or not all(x[AMAX] and x[RMS] for x in sizes):
+        return 0
+    powers = [math.log2(sizes[1][at] / sizes[0][at]) for at in (AMAX, RMS, MEAN_MAGNITUDE)]
+    return round(powers[0]) if max(abs(p - round(powers[0])) for p in powers) < 0.05 else 0
 
 
 def beside(names: tuple[str, str], row: Compared) -> list[str]:

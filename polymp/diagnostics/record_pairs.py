@@ -285,9 +285,9 @@ def _gain(a: RecordedArray, how: str, read: RecordedArray) -> float:
     if how == "centred":
         variance = x**2 - read.values[MEAN] ** 2
         return a.terms * (x / math.sqrt(variance) if variance > 0 else MOST)
-    if how == "absolute" and not back:
+    if how in ("absolute", "log") and not back:
         return max(a.terms, change)
-    if how not in ("steep", "sloped", "absolute"):
+    if how not in ("steep", "sloped", "log"):
         return a.terms
     near = (abs(v) for v in read.values[ELEMENTS] if abs(v) < _MASK)
     steep = max(1.0, min(x, max(near, default=_MASK)))

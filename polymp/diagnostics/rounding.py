@@ -84,7 +84,8 @@ EXACT = frozenset(
 _EFFECTS = {
     "added": "add sub rsub",  # it stays as large as it is
     # So it does or, of a small result, it is the same share of it.
-    "absolute": "loss log log2 log10 log1p logsumexp log_softmax sin cos tan",
+    "absolute": "loss sin cos",
+    "log": "log log2 log10 log1p logsumexp log_softmax tan",  # likewise; backward as "steep"
     "centred": "normalisation var std var_mean std_mean",  # a mean is subtracted first
     # Of a large number it is a large share of the result, as that of exp(100).
     "steep": "softmax attention power inverse special",

@@ -143,6 +143,26 @@ def test_a_parameter_that_differs_is_named_and_not_the_call_that_reads_it() -> N
     assert "THE RUNS BEGIN WITH OTHER NUMBERS: input blocks.1.linear.weight" in str(found)
 
 
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        (1024, "In other.rec it is 1,024 times as large, as where a loss is scaled"),
+        (1 / 2, "In one.rec it is 2 times as large, as where a loss is scaled"),
+        (3, "All that it reads agrees"),
+    ],
+)
+def test_a_gradient_that_is_larger_by_a_loss_scale_is_said_to_be(times: float, said: str) -> None:
+    def backward(seed: int, factor: float) -> list[RecordedArray]:
+        *ran, end = arrays(calls(2), seed)
+        values, spread = (tuple(factor * x for x in each) for each in (end.values, end.spread))
+        return [*ran, end._replace(direction="backward", values=values, spread=spread)]
+
+    one, other = record(backward(1, 1.0)), record(backward(2, times), name="other.rec")
+    text = " ".join(str(polymp.compare(one, other)).split())
+    assert "ROUNDING DOES NOT EXPLAIN add in blocks.1, backward" in text
+    assert said in text
+
+
 def test_inf_in_one_run_alone() -> None:
     def overflowed(x: Any) -> Any:
         x = x.copy()

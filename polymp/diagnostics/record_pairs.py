@@ -302,21 +302,18 @@ class Pairs:
     def __init__(self, one: Side, other: Side, ported: bool) -> None:
         self.one, self.other = one, other
         self.ported = ported  # True of two frameworks
-        self.by_values = ported  # True if the calls are matched by their values
-        numbers = VALUES * (len(one.arrays) + len(other.arrays))
-        self.deviations = factor(numbers)
+        self.deviations = factor(VALUES * (len(one.arrays) + len(other.arrays)))
         paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
         self.shared = paths[0] & paths[1]  # module paths that both have, and the top level
         if self.shared:
             self.shared.add("")
-        self.partner: dict[int, int] = {}  # of the first run: the array that it is held against
-        if not ported:
-            self.partner = _by_name(one, other)
-            calls = _by_place(one, other, bool(self.shared))
-            if len(calls) >= _SAME * min(len(one.results), len(other.results)):
-                self.partner |= calls
-            else:  # another program, such as a port, or what a region makes of it
-                self.by_values = True
+        # Of the first run: the array that it is held against.
+        self.partner = {} if ported else _by_name(one, other)
+        calls = {} if ported else _by_place(one, other, bool(self.shared))
+        # Those of another program, as a port or what a region makes of it, are matched by values.
+        self.by_values = ported or len(calls) < _SAME * min(len(one.results), len(other.results))
+        if not self.by_values:
+            self.partner |= calls
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
         self.ordered: set[int] = set()  # of these, those that have the same order of elements
         for i in range(len(one.arrays)):

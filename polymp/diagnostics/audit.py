@@ -453,8 +453,8 @@ def _hopeless(audit: Audit) -> str:
                 holds = f"{beyond.name or 'an input'} holds {beyond.largest:.3g}"
                 inputs = f"{holds}, and float16 ends at {_TOP:g}: the inputs"
             back = " If the loss is scaled, give audit the scaler." * (fault.direction == BACKWARD)
-            holds = "are beyond float16's range, and bfloat16 holds them."
-            return f"{_at(fault)}: {inputs} {holds}{back}"
+            holds = "are beyond float16's range, and bfloat16 holds them. The rule fp32 for"
+            return f"{_at(fault)}: {inputs} {holds} {fault.op} may do, too.{back}"
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]
     if len({(m.op, _alike(m.module)) for m in burst}) < PLACES:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from polymp import text_table
 from polymp.diagnostics.call_record import BACKWARD, Call
 from polymp.diagnostics.magnitudes import Magnitudes, joined
-from polymp.rules.row import Row
+from polymp.rules.row import Row, Rule
 
 # The share of the values of an op, or of all gradients, that is too much to become zero.
 MANY = 0.5
@@ -151,10 +151,13 @@ class Fault(NamedTuple):
         place = f"{module} at {self.source}" if self.source else module
         by = ", its forward by" if self.direction == BACKWARD else ", by"
         rule = f"{by} the row {self.row}" if self.row else ""
+        run = self.run
+        if self.row is not None and self.row.rule is Rule.FP32_KEEP:
+            run = f"float32, with its result in {run}"
         _, then, first = self.found.partition(", of ")
         broke = f"; then {self.found}" if then and first else ""
         lines = [
-            f"{self.op} ({self.spelling}){place}, {self.direction}, ran in {self.run}{rule}",
+            f"{self.op} ({self.spelling}){place}, {self.direction}, ran in {run}{rule}",
             f"  {self.kind}: {self.why}{broke}",
             *(f"  input {i}: {operand}" for i, operand in enumerate(self.inputs)),
             *([f"  {self.remedy}"] if self.remedy else []),

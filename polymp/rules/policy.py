@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from polymp import dtypes
 from polymp.dtypes import FORMATS, FULL, widest
 from polymp.dtypes import name as dtype_name
-from polymp.errors import PolicyError
+from polymp.errors import PolicyError, brief
 from polymp.fp8 import NOT_FLOAT16, RECIPES, REGION_DTYPE, recipe_of
 from polymp.rules import scopes
 from polymp.rules.row import LOW, Row, Rule, holds_in_scope, holds_instead, without
@@ -351,6 +351,12 @@ class Policy:
                 f"without_fp8(): policy {self.name!r} runs no product in 8 bits. Take policy "
                 "'fp8', or one with rows of rule fp8."
             )
+        for path in paths:
+            if not isinstance(path, str):
+                raise PolicyError(
+                    f"without_fp8() takes paths of modules, got {brief(path)}. Write each as an "
+                    "argument of its own: without_fp8('embed', 'head')."
+                )
         return self.override(name=self.name, scopes=dict.fromkeys(paths, rules))
 
     def unused(self, report: Iterable[Any]) -> tuple[Row, ...]:

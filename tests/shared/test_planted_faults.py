@@ -324,11 +324,15 @@ SINGLE = (
     Single("full", "full", "operation", says=NOT_FINITE),
     Single("stale gradient", "add", "input", says="the .grad of a leaf (float32 3)"),
     Single("underflow of softmax", "softmax", "underflow", True, "then Inf, of log steps_torch.py"),
+    Single("empty mask", "div", "operation", says="operation: its inputs are finite"),
+    Single("a column beside Inf", "div", "operation", says="input 1: float32[3, 4], all zero"),
+    Single("Inf that was removed", "div", "operation", says="input 1: float16[3, 4], all zero"),
     Single("root of a negative", "sqrt", "operation", says="33 % negative"),
 )
 
 
-SINGLE_IN_JAX = [case for case in SINGLE if "complex" in case.name or case.name == "transform"] + [
+BOTH = ("complex product", "complex quotient", "complex conjugate", "transform", "empty mask")
+SINGLE_IN_JAX = [case for case in SINGLE if case.name in BOTH] + [
     Single("complex loop", "mul", "operation", says="input 0: complex64[3], |x| from 1e+30")
 ]
 

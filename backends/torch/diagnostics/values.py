@@ -453,12 +453,14 @@ class Values(Subscriber):
                 self._provenance.made(t, len(self.events) - 1)
 
     def _still_bad(self, into: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return all values of memory that an op has written a part of, if they were not finite."""
+        """Return all values of memory that an op has written a part of, if some were not finite."""
         whole = []
         for t in into:
-            memory, made = t.untyped_storage(), self._provenance.maker(t)
-            part = made is not None and t.is_cpu and t.numel() * t.itemsize < memory.nbytes()
-            if part and _bad(self.ranges.read(self.events[made or 0].ranges)):
+            made = self._provenance.maker(t)
+            if made is None or not measurable(t) or not t.is_cpu:  # the host would wait for a GPU
+                continue
+            memory, bad = t.untyped_storage(), self.ranges.read(self.events[made].ranges)
+            if t.numel() * t.itemsize < memory.nbytes() and _bad(bad):
                 whole.append(torch.empty(0, dtype=t.dtype).set_(memory))
         return whole
 

@@ -140,7 +140,10 @@ def test_the_row_of_a_backward_is_that_of_its_forward() -> None:
     row = Row("cross_entropy", Rule.FP32)
     fault = Fault("cross_entropy", "", "", "", "backward", "overflow", "float16", row, (), "", "")
     assert "ran in float16, its forward by the row cross_entropy = fp32" in str(fault)
-    assert "ran in float16, by the row" in str(fault._replace(direction="forward"))
+    fault = fault._replace(direction="forward")
+    assert "ran in float16, by the row" in str(fault)
+    kept = str(fault._replace(row=Row("elu", Rule.FP32_KEEP)))
+    assert "ran in float32, with its result in float16, by the row elu = fp32_keep" in kept
 
 
 def test_an_input_of_which_the_ends_are_known_has_some_nan() -> None:

@@ -114,6 +114,9 @@ def test_modules_that_are_kept_out_of_8_bits():
         "without_fp8(): policy 'amp' runs no product in 8 bits. Take policy 'fp8', or one with "
         "rows of rule fp8."
     )
+    assert refusal(load("fp8").without_fp8, ["head"]).startswith(
+        "without_fp8() takes paths of modules, got ['head']. Write each as an argument of its own"
+    )
 
 
 @pytest.mark.parametrize("op", [row.of for row in MINE.rows])

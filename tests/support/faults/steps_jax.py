@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -54,5 +55,11 @@ STEPS: dict[str, Callable[[], Step]] = {
         lambda x: (lax.complex(x, x).conj() * 3e38).imag.sum(), jnp.full(3, 2.0)
     ),
     "complex loop": lambda: Step(looped, jnp.ones(3)),
+    "empty mask": lambda: Step(
+        lambda x: (
+            (jax.nn.softmax(x).astype("float16")[:, 0] * (x[:, 0] > 9)).sum() / (x[:, 0] > 9).sum()
+        ),
+        jnp.array([[0.0, 30.0], [1.0, 2.0]]),
+    ),
     "transform": lambda: Step(lambda x: jnp.abs(jnp.fft.rfft(x)).sum(), jnp.full(64, 1e38)),
 }

@@ -83,6 +83,18 @@ def inside(x: Tensor) -> Tensor:
     return (x.half() / (x.half().norm(dim=-1, keepdim=True) + eps)).sum()
 
 
+def beside(x: Tensor) -> Tensor:
+    h = x / (x - 1)
+    h[:, 1] = x[:, 1]
+    return (h * 2).mean()
+
+
+def removed(x: Tensor) -> Tensor:
+    h = x.half() * 1e5
+    h[h.isinf()] = 0
+    return (h / (h * 0)).float().sum()
+
+
 STEPS: dict[str, Callable[[], Step]] = {
     "scores of a view": lambda: Step(Heads().forward, ones(2, 5, 16, value=100.0)),
     "scores with a gradient": lambda: Step(
@@ -130,5 +142,11 @@ STEPS: dict[str, Callable[[], Step]] = {
     "underflow of softmax": lambda: Step(
         lambda x: x.half().softmax(-1).log().sum(), torch.tensor([[0.0, 30.0]])
     ),
+    "empty mask": lambda: Step(
+        lambda x: (x.softmax(-1).half()[:, 0] * (x[:, 0] > 9)).sum() / (x[:, 0] > 9).float().sum(),
+        torch.tensor([[0.0, 30.0], [1.0, 2.0]]),
+    ),
+    "a column beside Inf": lambda: Step(beside, ones(3, 4)),
+    "Inf that was removed": lambda: Step(removed, ones(3, 4)),
     "root of a negative": lambda: Step(lambda x: x.sqrt().sum(), torch.tensor([6e-5, -2.0, 1.0])),
 }

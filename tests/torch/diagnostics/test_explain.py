@@ -448,6 +448,7 @@ def test_a_policy_with_paths_needs_a_module() -> None:
         explain(torch.relu, torch.ones(2), dtype="bfloat16", policy=HEAD)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # torch warns once in a process
 @pytest.mark.parametrize("title", MODELS)
 def test_inference_mode_counts_as_no_grad_does(title: str) -> None:
     if "LSTM" in title or title == "cells":

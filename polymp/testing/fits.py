@@ -95,6 +95,7 @@ def _in_jax(
 
     policy = "amp" if policy is None else policy
     fn, args = nnx.owned(fn, args)
+    args, kwargs = nnx.copied((args, kwargs))
     audited = audit(autocast(fn, dtype=low, policy=policy))
     audited(*args, **kwargs)
     return audited.audit, policy

@@ -325,6 +325,30 @@ def test_running_means_are_put_back() -> None:
     assert norm.num_batches_tracked == 0
 
 
+def test_what_an_nnx_model_counts_and_draws_is_the_same_in_every_run_and_put_back() -> None:
+    need("jax")
+    import jax
+    from flax import nnx
+
+    class Net(nnx.Module):  # type: ignore[misc]
+        def __init__(self, rngs: Any) -> None:
+            self.norm, self.drop = nnx.BatchNorm(8, rngs=rngs), nnx.Dropout(0.5, rngs=rngs)
+
+        def __call__(self, x: Any) -> Any:
+            return self.drop(self.norm(x))
+
+    net, x = Net(nnx.Rngs(0)), jax.numpy.asarray(X)
+    before = jax.tree.map(jax.numpy.array, nnx.to_pure_dict(nnx.state(net)))
+    assert_close(net, net, x, dtype="bfloat16")
+    assert_close(net.__call__, net, x)
+    assert_fits(net, x, dtype="float16")
+    assert_fits(lambda net, x: net(x), net, x)
+    after = nnx.to_pure_dict(nnx.state(net))
+    assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), before, after))
+    with pytest.raises(ParityError):
+        assert_close(net, net.norm, x)
+
+
 def test_buffers_that_nothing_writes_may_be_views_and_of_inference() -> None:
     torch = pytest.importorskip("torch")
 

@@ -512,6 +512,13 @@ def test_what_is_wrong_in_jax_is_refused() -> None:
         (PolicyError, {"jax": jax.nn.softmax}, known),
         (PolicyError, {"jax": Primitive(name)}, f"{name!r} {own}"),
     )
+    polymp.register_op(named := fresh(), "fp32", jax=lambda x: x * 2)
+    dotted = f"{__name__}.test_what_is_wrong_in_jax_is_refused.<locals>.<lambda>"
+    message = (
+        f"another function {dotted!r} is registered, as {named!r}. Give this one a name of its "
+        "own, by `def`."
+    )
+    all_refused("register_op('own'): ", (PolicyError, {"jax": lambda x: x * 3}, message))
 
 
 def test_what_is_wrong_in_torch_is_refused() -> None:

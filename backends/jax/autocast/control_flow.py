@@ -11,7 +11,7 @@ is then bound again with the rewritten body and everything else as it was. Consi
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import compress
 from typing import Any, NamedTuple, TypeVar
 
@@ -259,8 +259,10 @@ class Forward(Rules):
         half, count = self.half(moving), len(self.plan.outs)
         flat = run(half.plan, [*primals, *compress(tangents, moving)])
         left, moves = iter(flat[count:]), iter(half.moves)
+        # A rule that did not ask for symbolic zeros may not return one: `jax.linearize` refuses it.
+        zero = partial(jax.custom_derivatives.zero_from_primal, symbolic_zeros=self.symbolic_zeros)
         tangents = [
-            next(left) if is_float and next(moves) else compat.symbolic_zero(out)
+            next(left) if is_float and next(moves) else zero(out)
             for out, is_float in zip(flat[:count], self.float_outs, strict=True)
         ]
         return tuple(flat[:count]), tuple(tangents)

@@ -198,7 +198,13 @@ def spelled(given: object, where: str) -> tuple[tuple[str, ...], tuple[str, ...]
     FUNCTIONS.refresh()
     if FUNCTIONS.ops.get(id(code)):
         raise PolicyError(f"{where}: {given!r} is known already, as {FUNCTIONS.ops[id(code)]!r}.")
-    return (), (f"{given.__module__}.{code.co_qualname}",)
+    dotted = f"{given.__module__}.{code.co_qualname}"
+    if op := vocabulary().functions.get(dotted):
+        raise PolicyError(
+            f"{where}: another function {dotted!r} is registered, as {op!r}. Give this one a name "
+            "of its own, by `def`."
+        )
+    return (), (dotted,)
 
 
 FUNCTIONS = Functions()

@@ -6,6 +6,7 @@ survives grad, vmap, scan and remat on the equations that were traced under it, 
 rewrite knows the region of each. Nothing here casts.
 """
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -106,6 +107,16 @@ def is_mark(name: str) -> bool:
     return name in _REGIONS
 
 
+def is_module(name: str) -> bool:
+    """True for the name of a scope that is a part of module paths, in patterns and in reports."""
+    return not _NO_MODULE.match(name)
+
+
+# Ours; those that equinox opens in its layers, beside the names of their places; jax.checkpoint's;
+# those of jax.numpy, "ij,jk->ik", and of functions without a name.
+_NO_MODULE = re.compile(r"polymp:|eqx\.nn\.|rematted_computation$|.*[,<>]")
+
+
 # A name stack, the region of its last mark, the stack without marks, and its path of modules.
 _Read = tuple[NameStack, Region | None, NameStack, str]
 
@@ -137,7 +148,6 @@ class NameStacks:
     def _looked_at(self, stack: NameStack) -> _Read:
         marked = innermost(stack)
         plain = stack if marked is None else compat.without_scopes(stack, is_mark)
-        scopes = (name for name in compat.scope_names(plain) if name != SCALED)
-        path = ".".join(scopes).replace("/", ".")
+        path = ".".join(filter(is_module, compat.scope_names(plain))).replace("/", ".")
         found = self._read[id(stack)] = stack, marked, plain, path
         return found

@@ -317,11 +317,6 @@ def pulled(
     return [None if type(grad) is ad.Zero else grad for grad in grads]
 
 
-def symbolic_zero(primal: object) -> jax.custom_derivatives.SymbolicZero:
-    """The tangent of a value that does not move, as a rule may return it. Since jax 0.4."""
-    return jax.custom_derivatives.SymbolicZero(jax.typeof(primal).to_tangent_aval())
-
-
 def is_ready(x: Any) -> bool:
     """True if an array's values are there, so that reading them does not wait. Since jax 0.3.
 

@@ -12,7 +12,6 @@ import functools
 import inspect
 import itertools
 import os
-import re
 import reprlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -271,18 +270,14 @@ def _names(
 class Scope(NamedTuple):
     """The scopes of an equation: from its name stack, and those of the equations around it."""
 
-    names: tuple[str, ...] = ()  # of the scopes, outermost first, our own left out
+    names: tuple[str, ...] = ()  # of the scopes that are modules, outermost first
     call: str = ""  # the name that the call was followed by, the innermost; "" without one
     direction: str = FORWARD  # "forward", "backward" or "recompute"
 
     @property
     def module(self) -> str:
-        """The scopes as a path of modules.
-
-        Without those that equinox opens in its layers, "eqx.nn.Linear", if others have the path.
-        """
-        path = [name for name in self.names if not name.startswith("eqx.nn.")] or self.names
-        return ".".join(path).replace("/", ".")
+        """The scopes as a path of modules."""
+        return ".".join(self.names).replace("/", ".")
 
 
 @lru_cache(4096)
@@ -294,15 +289,11 @@ def scope_in(outer: Scope, stack: NameStack) -> Scope:
             call = name
         elif name == "rematted_computation":
             direction = RECOMPUTE
-        elif _PATH.fullmatch(name) and name != regions.SCALED and not regions.is_mark(name):
+        elif regions.is_module(name):
             names.append(name)
     if compat.in_backward(stack) and direction == FORWARD:
         direction = BACKWARD
     return Scope(tuple(names), call, direction)
-
-
-# What a path may be: jax.numpy opens scopes such as "ij,jk->ik", too.
-_PATH = re.compile(r"[\w./\[\]-]+")
 
 
 @cache

@@ -28,6 +28,7 @@ from polymp.backends.jax.compat import Equation
 from polymp.backends.jax.diagnostics.explain import Placed, flops, traced, with_sites
 from polymp.backends.jax.diagnostics.instrument import quick_options
 from polymp.backends.jax.jaxprs import inside
+from polymp.backends.jax.modules import nnx
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import EXACT, FARTHER, Run, movement
 from polymp.diagnostics.run_record import RunRecord
@@ -59,6 +60,7 @@ class Program:
         self._given = {path: jnp.asarray(x) for path, x in rounding.arrays(tree).items()}
         floats = [p for p, x in self._given.items() if is_float(x)]
         self._graded = floats if cotangent is not None else []
+        fn, model = nnx.owned(fn, ())
         if dtype is None:  # regions inside need a function around them that is autocast
             transformed = autocast(fn, enabled=False)
         else:
@@ -69,7 +71,8 @@ class Program:
             def called(own: _Arrays) -> tuple[_Arrays, _Arrays]:
                 whole = arrays | own  # by path; JAX sorts these as texts: "[10]" before "[2]"
                 args, kwargs = rounding.rebuilt(tree, (whole[path] for path in self._given))
-                results = rounding.results(transformed(*args, **kwargs), "jax")
+                out = transformed(*nnx.copied(model), *args, **kwargs)
+                results = rounding.results(out, "jax")
                 low = {path: x for path, x in results.items() if is_float(x)}
                 return low, {path: x for path, x in results.items() if path not in low}
 

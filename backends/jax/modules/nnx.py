@@ -46,6 +46,14 @@ def trace_errors() -> tuple[type[Exception], ...]:
     return () if errors is None else (errors.TraceContextError,)
 
 
+def copied(tree: Any) -> Any:
+    """The pytree with copies of the nnx modules in it, which change in their place."""
+    if not (modules := nodes(tree)):
+        return tree
+    copies = iter(_flax().clone(tuple(modules)))
+    return jax.tree.map(lambda x: next(copies) if is_node(x) else x, tree, is_leaf=is_leaf)
+
+
 def owned(
     fn: Callable[..., object], args: tuple[object, ...]
 ) -> tuple[Callable[..., object], tuple[object, ...]]:

@@ -109,7 +109,7 @@ def low_weights(
             parameters are missing or not low.
         ValueError: there is no such mode. In `update`: the state is of another mode or other kept
             paths.
-        PolicyError: a path in `keep` is none; in `weights`: it matches no parameter.
+        PolicyError: a path in `keep` is none; in `init` and `weights`: it matches no parameter.
         RuntimeError: `keep` has a function, and this is called inside an autocast function.
     """
     import optax
@@ -206,6 +206,9 @@ class LowLeaf:
         return jnp.where(VERBS.bits16(new) == VERBS.bits16(low), -0.0, moved)
 
 
+_ASKED = "is in keep="  # why a path stays that the user wrote
+
+
 def _kept(keep: Any) -> dict[str, str]:
     """The patterns of paths that `keep` of `low_weights` has, each with a reason."""
     if isinstance(keep, str):
@@ -227,7 +230,7 @@ def _kept(keep: Any) -> dict[str, str]:
                 "keep=(autocast(loss_fn), params, batch)."
             )
         else:
-            reasons[each] = "is in keep="
+            reasons[each] = keep[each] if isinstance(keep, Mapping) else _ASKED
     for pattern in reasons:
         scopes.check(pattern, "low_weights(): keep")
     return reasons
@@ -246,6 +249,12 @@ def _read_in_float32(fn: Any, params: object, *args: object) -> dict[str, str]:
     wide = [path for path, x in leaves if is_typed(x) and x.dtype == np.float32]
     named = ((leaf_path(path), jax.tree_util.keystr(path)) for path in wide)
     return {dotted: kept[path] for dotted, path in named if path in kept}
+
+
+def _is_end(one: str, other: str) -> bool:
+    """True if one of two paths is the end of the other, as of a parameter in a tree and a part."""
+    longer, shorter = sorted((f".{one}", f".{other}"), key=len, reverse=True)
+    return longer.endswith(shorter)
 
 
 @dataclass(eq=False)
@@ -272,14 +281,20 @@ class _LowWeights:
 
         return jax.tree_util.tree_map_with_path(made, params)
 
-    @regions.as_written()
-    def weights(self, params: P) -> P:
-        """The parameters as they are kept."""
+    def check(self, params: object) -> None:
+        """Refuse paths of the user's that match nothing, and parameters of another tree."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
         paths = [leaf_path(path) for path, leaf in leaves if is_float(leaf)]
         hint = partial(scopes.hint, paths=paths, none="the tree has no float arrays.")
-        for pattern in self.kept:
-            scopes.matching(pattern, paths, "low_weights(): keep", "float parameter", hint)
+        for pattern, why in self.kept.items():
+            # What a function reads may be no parameter, as statistics are.
+            if why == _ASKED or (pattern not in paths and any(_is_end(pattern, p) for p in paths)):
+                scopes.matching(pattern, paths, "low_weights(): keep", "float parameter", hint)
+
+    @regions.as_written()
+    def weights(self, params: P) -> P:
+        """The parameters as they are kept."""
+        self.check(params)
         made: P = self.each_low(lambda x: self.leaf.first(x)[0], params)
         return made
 
@@ -288,6 +303,7 @@ class _LowWeights:
         """The first state, of float32 parameters or low ones."""
         import optax
 
+        self.check(params)
         beside: Any = None
         if self.leaf.mode.beside:
             # A copy: parameters and state may both be donated.

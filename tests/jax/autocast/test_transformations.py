@@ -264,6 +264,14 @@ def test_a_symbolic_zero_stays_one(program, how):
     assert np.abs(got - want).max() <= 0.04 * np.abs(want).max() + 1e-6
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("how", ["grad", "linearize", "jit of grad"])
+def test_a_rule_that_knows_no_symbolic_zeros_returns_none_for_an_integer(how, dtype):
+    for fn in (lambda x: jnp.ldexp(x @ X, 2).sum(), lambda x: jnp.frexp(x @ X)[0].sum()):
+        want, got = (DERIVATIVES[how](f)(X) for f in (fn, autocast(fn, dtype=dtype)))
+        assert np.abs(got - want).max() <= 0.02 * np.abs(want).max()
+
+
 def test_a_rule_that_is_refused_a_tangent_says_so_as_without_autocast():
     f = autocast(lambda x: (eqxi.nondifferentiable(x @ x) @ x).sum())
     with pytest.raises(RuntimeError, match="Unexpected tangent"):

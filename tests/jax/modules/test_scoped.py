@@ -14,7 +14,7 @@ from flax import linen, nnx
 
 import polymp
 from polymp.errors import PolicyWarning
-from polymp.jax import autocast, scoped
+from polymp.jax import autocast, explain, scoped
 from tests.support.processes import in_thread
 
 X = jnp.ones((2, 4))
@@ -209,9 +209,9 @@ def test_a_pattern_that_matches_nothing_is_told_once():
         fn(MODEL, X)
     assert [str(w.message) for w in told] == [
         "autocast(): policy 'amp*' has rules for paths that no module of <lambda> has. "
-        "'*.linaer': did you mean '*.linear' or '*.layers' or '*.Linear'? "
+        "'*.linaer': did you mean '*.linear' or '*.layers'? "
         "'haed': did you mean 'head'? "
-        "'zzz': paths are, for example, 'head', 'layers', 'head.eqx'."
+        "'zzz': paths are, for example, 'head', 'layers', 'layers.0'."
     ]
     assert told[0].filename == __file__
     fn(MODEL, X[:1])
@@ -256,3 +256,25 @@ def test_a_function_without_modules_is_told_where_names_come_from():
             return x @ x.T
 
     assert products(autocast(named, policy=policy("head")), X) == (0, 1)
+
+
+MLP = eqx.nn.MLP(4, 4, 4, 2, key=KEYS[0])
+PRINTED = {
+    "eqx.nn.MLP": lambda model: lambda x: jax.vmap(model)(x),
+    "eqx.nn.Sequential": lambda model: lambda x: jax.vmap(eqx.nn.Sequential(model.layers))(x),
+    "a gradient with checkpoints": lambda model: jax.grad(
+        lambda x: jax.checkpoint(jax.vmap(model))(x).sum()
+    ),
+    "another scope": lambda model: lambda x: jax.named_scope("a b: c")(jax.vmap(model))(x),
+}
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_the_paths_that_explain_prints_are_those_of_patterns(name):
+    def calls(rules):
+        fn = autocast(lambda model, x: PRINTED[name](model)(x), policy=rules)
+        return [call for call in explain(fn, MLP, X) if call.row is not None]
+
+    for path in {call.module for call in calls("amp")} - {""}:
+        inside = [call for call in calls(policy(path)) if call.module == path]
+        assert {call.run for call in inside} == {"float32"}, path

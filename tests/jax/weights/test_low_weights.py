@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import polymp
 from polymp import weights
@@ -259,6 +260,27 @@ def test_a_function_with_its_arguments_keeps_what_it_reads_in_float32():
     assert low_weights(optax.sgd(0.1), keep=tx.kept).kept.keys() == tx.kept.keys()
 
 
+def test_what_a_function_reads_need_not_be_a_parameter_of_the_optimizer():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.linear, self.norm = nnx.Linear(4, 4, rngs=rngs), nnx.BatchNorm(4, rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    net = Net(nnx.Rngs(0))
+    loss = autocast(lambda net, x: jnp.sum(net(x)))
+    tx = low_weights(optax.sgd(0.1), keep=(loss, net, jnp.ones((2, 4))))
+    for again in (tx, low_weights(optax.sgd(0.1), keep=tx.kept)):
+        nnx.Optimizer(net, again, wrt=nnx.Param)
+        low = again.weights(nnx.state(net, nnx.Param))
+        assert (low.norm.scale.dtype, low.linear.kernel.dtype) == (jnp.float32, jnp.bfloat16)
+    assert "norm.mean" in tx.kept
+    for other in ({"net": nnx.state(net)}, nnx.state(net.norm)):  # there they have other paths
+        with pytest.raises(PolicyError, match="matches no float parameter"):
+            tx.init(other)
+
+
 def test_arrays_that_are_no_weights_are_left_alone():
     others = {"n": jnp.int32(3), "z": jnp.ones(2, jnp.complex64), "f": jax.nn.relu}
     low = low_weights(optax.sgd(0.1)).weights({"w": PARAMS["w"], **others})
@@ -314,7 +336,7 @@ def refusals() -> dict[str, Any]:
             "low_weights(optimizer, keep=(fn, params, ...)) needs a function that "
             "polymp.jax.autocast returned, got silu. Write low_weights(optimizer, "
             "keep=(autocast(fn), params, ...))."),
-        "path": (lambda: low_weights(optax.adam(1e-2), keep=["norm"]).weights(params), PolicyError,
+        "path": (lambda: low_weights(optax.adam(1e-2), keep=["norm"]).init(params), PolicyError,
             "low_weights(): keep: 'norm' matches no float parameter: paths are, for example, "
             "'w'."),
         "seed": (lambda: low_weights(optax.adam(1e-2), seed=0.5), TypeError,

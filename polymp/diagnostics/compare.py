@@ -419,10 +419,11 @@ def _called(a: RecordedArray) -> str:
 
 def _scale(row: Compared) -> int:
     """The power of two by which a gradient is larger in the other run; 0 if it is by none."""
-    sizes = [a.values[AMAX : MEAN_MAGNITUDE + 1] for a in (row.one, row.other) if a is not None]
-    if row.array.direction != BACKWARD or not all(x[AMAX] and x[RMS] for x in sizes):
+    numbers = [a.values for a in (row.one, row.other) if a is not None]
+    sizes = [[x[at] for at in (AMAX, RMS, MEAN_MAGNITUDE)] for x in numbers]
+    if row.array.direction != BACKWARD or not all(map(all, sizes)):
         return 0
-    powers = [math.log2(sizes[1][at] / sizes[0][at]) for at in (AMAX, RMS, MEAN_MAGNITUDE)]
+    powers = [math.log2(y) - math.log2(x) for x, y in zip(*sizes, strict=True)]
     return round(powers[0]) if max(abs(p - round(powers[0])) for p in powers) < 0.05 else 0
 
 

@@ -40,7 +40,7 @@ ORDERLESS = slice(0, 4)  # these four
 PROJECTIONS = slice(4, 12)
 ELEMENTS = slice(12, 20)
 VALUES = 20
-MOST = 1e30  # of `RecordedArray.terms`: its square is a float, too
+MOST = 1e30  # of `RecordedArray.terms` and shares of spreads: its square is a float, too
 BLOCK = 4096  # elements in a block; a sign is one of its block times one of the place in it
 
 # Kinds of arrays.
@@ -453,6 +453,7 @@ def _line(step: RecordedStep) -> str:
     ]
     values = np.array([a.values for a in arrays], "<f8").reshape(-1, VALUES)
     spread = np.array([a.spread or (math.nan,) * VALUES for a in arrays]).reshape(-1, VALUES)
+    shares = np.where(np.isinf(spread), spread, np.minimum(spread / _scale(values), MOST))
     data = {
         "step": step.number,
         "settings": step.settings,
@@ -460,7 +461,7 @@ def _line(step: RecordedStep) -> str:
         "texts": list(texts),
         "values": _packed(values),
         "own": _packed(np.array([(a.own, a.terms) for a in arrays], "<f4")),
-        "spread": _packed((spread / _scale(values)).astype("<f4")),
+        "spread": _packed(shares.astype("<f4")),
     }
     line = json.dumps(data, separators=(",", ":"), allow_nan=True)
     return f'{line[:-1]},"arrays":[{",".join(rows).replace(" ", "")}]}}\n'

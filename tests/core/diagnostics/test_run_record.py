@@ -48,18 +48,13 @@ def test_what_is_written_is_read(two_steps: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1e-300, 1e300])
-def test_how_far_rounding_moves_numbers_that_float64_alone_holds(
-    tmp_path: Path, size: float
-) -> None:
-    made = [
-        a._replace(
-            values=tuple(size * v for v in a.values), spread=tuple(size * v for v in a.spread)
-        )
-        for a in run_records.arrays(run_records.calls(1))
-    ]
-    (step,) = run_record.read(
-        run_records.written(tmp_path / "a.rec", run_records.record(made))
-    ).steps
+def test_how_far_rounding_moves_what_float64_alone_holds(tmp_path: Path, size: float) -> None:
+    made = run_records.arrays(run_records.calls(1))
+    for at, a in enumerate(made):
+        values, spread = (tuple(size * v for v in each) for each in (a.values, a.spread))
+        made[at] = a._replace(values=values, spread=spread)
+    path = run_records.written(tmp_path / "a.rec", run_records.record(made))
+    (step,) = run_record.read(path).steps
     for one, two in zip(step.arrays, made, strict=True):
         assert one.spread == pytest.approx(two.spread, rel=1e-6, abs=0.0)
 

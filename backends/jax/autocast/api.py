@@ -35,7 +35,7 @@ from polymp.backends.jax.autocast.frame import LOW_DTYPES, Frame, Plan, Planner,
 from polymp.backends.jax.autocast.known_functions import FUNCTIONS, code_of
 from polymp.backends.jax.autocast.op_handlers import LOWER, UPPER
 from polymp.backends.jax.autocast.planner import planned
-from polymp.backends.jax.autocast.regions import NameStacks
+from polymp.backends.jax.autocast.regions import NameStacks, module_path
 from polymp.backends.jax.compat import ClosedProgram, OpenProgram
 from polymp.backends.jax.jaxprs import JITTED
 from polymp.backends.jax.modules import nnx
@@ -468,7 +468,7 @@ def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None
             stack = eqn.source_info.name_stack
             inside, _ = stacks.place(stack, region)
             policies.append(inside.policy)
-            path = ".".join(filter(None, (outer, stacks.path(stack))))
+            path = module_path(outer, stacks.path(stack))
             paths.add(path)
             for inner in core.jaxprs_in_params(eqn.params):
                 walk(getattr(inner, "jaxpr", inner), path)

@@ -108,13 +108,24 @@ def is_mark(name: str) -> bool:
 
 
 def is_module(name: str) -> bool:
-    """True for the name of a scope that is a part of module paths, in patterns and in reports."""
+    """True for the name of a scope that is a part of module paths."""
     return not _NO_MODULE.match(name)
 
 
-# Ours; those that equinox opens in its layers, beside the names of their places; jax.checkpoint's;
-# those of jax.numpy, "ij,jk->ik", and of functions without a name.
-_NO_MODULE = re.compile(r"polymp:|eqx\.nn\.|rematted_computation$|.*[,<>]")
+# Ours; jax.checkpoint's; those of jax.numpy, "ij,jk->ik", and of functions without a name.
+_NO_MODULE = re.compile(r"polymp:|rematted_computation$|.*[,<>]")
+
+
+def module_path(*scopes: str) -> str:
+    """The path of modules that the names of scopes are, for patterns and for reports.
+
+    Without those that equinox opens in its layers, "eqx.nn.Linear", if others have the path.
+    """
+    path = ".".join(filter(None, scopes)).replace("/", ".")
+    return _OF_EQUINOX.sub("", path).removeprefix(".") or path
+
+
+_OF_EQUINOX = re.compile(r"(?:^|\.)eqx\.nn\.\w+")
 
 
 # A name stack, the region of its last mark, the stack without marks, and its path of modules.
@@ -136,7 +147,7 @@ class NameStacks:
         region = marked or outer
         if region.policy is None or not region.policy.scopes:
             return region, plain
-        scope = ".".join(filter(None, (outer.scope, path)))
+        scope = module_path(outer.scope, path)
         if (region, scope) not in self._scoped:
             self._scoped[region, scope] = replace(region, scope=scope)
         return self._scoped[region, scope], plain
@@ -148,6 +159,6 @@ class NameStacks:
     def _looked_at(self, stack: NameStack) -> _Read:
         marked = innermost(stack)
         plain = stack if marked is None else compat.without_scopes(stack, is_mark)
-        path = ".".join(filter(is_module, compat.scope_names(plain))).replace("/", ".")
+        path = ".".join(filter(is_module, compat.scope_names(plain)))
         found = self._read[id(stack)] = stack, marked, plain, path
         return found

@@ -277,7 +277,7 @@ class Scope(NamedTuple):
     @property
     def module(self) -> str:
         """The scopes as a path of modules."""
-        return ".".join(self.names).replace("/", ".")
+        return regions.module_path(*self.names)
 
 
 @lru_cache(4096)

@@ -1,7 +1,7 @@
-"""Tests of what counts as an array, and as one of floats; the largest number in one; copies."""
+"""Tests of what counts as an array, and as one of floats; its largest number, Inf, NaN; copies."""
 
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
@@ -123,3 +123,25 @@ def largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:
     bits = lax.bitcast_convert_type(x, np.dtype(f"int{8 * x.dtype.itemsize}"))
     size = lax.bitwise_and(bits, bits.dtype.type(np.iinfo(bits.dtype).max))
     return lax.bitcast_convert_type(lax.reduce_max(size, tuple(axes)), x.dtype)
+
+
+@jax.jit
+def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    """Whether each array is finite: bool [2, n], whether it has no NaN, and no Inf."""
+    return jnp.stack([jnp.array([~jnp.isnan(x).any(), ~jnp.isinf(x).any()]) for x in arrays], 1)
+
+
+def not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
+    """Return the places of arrays that have Inf or NaN: "Inf" or "NaN". Waits for the device."""
+    by_devices: dict[frozenset[jax.Device], list[int]] = {}
+    for at, leaf in leaves.items():
+        if is_inexact(leaf) and np.size(leaf):
+            devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
+            by_devices.setdefault(frozenset(devices), []).append(at)
+    found = {}
+    for places in by_devices.values():
+        no_nan, no_inf = np.asarray(_finite([leaves[at] for at in places]))
+        for at, numbers, bounded in zip(places, no_nan, no_inf, strict=True):
+            if not (numbers and bounded):
+                found[at] = "NaN" if not numbers else "Inf"
+    return dict(sorted(found.items()))

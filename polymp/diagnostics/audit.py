@@ -356,7 +356,7 @@ def _suggested(audit: Audit, policy: Policy) -> Suggestion:
     if found := _bursts(audit) or _losses(audit):
         return _raised([*found, *_losses(audit)], policy, _readers(audit, found))
     if fault is not None and (fault.direction != BACKWARD or audit.scale <= 1):
-        return _raised([fault], policy)
+        return _unscaled(fault, policy)
     scaled = _scale(audit, policy)
     return scaled or replace(scaled, reasons=(*scaled.reasons, *_beyond(audit)))
 
@@ -452,7 +452,7 @@ def _hopeless(audit: Audit) -> str:
             if beyond is not None:
                 holds = f"{beyond.name or 'an input'} holds {beyond.largest:.3g}"
                 inputs = f"{holds}, and float16 ends at {_TOP:g}: the inputs"
-            back = " If the loss is scaled, give audit the scaler." * (fault.direction == BACKWARD)
+            back = f" {_GIVE}" * (fault.direction == BACKWARD)
             holds = "are beyond float16's range, and bfloat16 holds them. The rule fp32 for"
             return f"{_at(fault)}: {inputs} {holds} {fault.op} may do, too.{back}"
     low = [m for m in _forward(audit) if m.run == "float16"]
@@ -525,6 +525,15 @@ def _alike(scope: str) -> str:
     return ".".join("*" if name.isdigit() else name for name in scope.split("."))
 
 
+def _unscaled(place: Place, policy: Policy) -> Suggestion:
+    """A row for an op that broke where no loss scale is known."""
+    rows = _raised([place], policy)
+    return replace(rows, reasons=(*rows.reasons, *[_GIVE] * (place.direction == BACKWARD)))
+
+
+_GIVE = "If the loss is scaled, give audit the scaler."
+
+
 def _scale(audit: Audit, policy: Policy) -> Suggestion:
     """A loss scale, where gradients need another one."""
     fits, scale, fault = audit.highest_scale(), audit.scale, audit.fault
@@ -532,7 +541,7 @@ def _scale(audit: Audit, policy: Policy) -> Suggestion:
     over: Place | None = burst[0] if burst else fault
     if over is not None:
         if scale <= 1:
-            return _raised([over], policy)
+            return _unscaled(over, policy)
         cast = max((o.largest for o in fault.inputs), default=0.0) if fault is not None else 0.0
         if cast > _TOP:
             fits = min(fits or scale, 2.0 ** math.floor(math.log2(scale * _TOP / 2 / cast)))

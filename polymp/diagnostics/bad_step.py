@@ -24,6 +24,9 @@ RUNAWAY = 10.0
 # Products of numbers of this size overflow in every dtype; no weight that trains has it.
 HUGE = 1e18
 
+# Where no op is found in the first step, before which nothing was updated.
+_AT_ONCE = "Look at the arguments, and at the magnitudes in an audit of this step."
+
 # After so many bad steps in a row, training does not go on.
 MANY = 3
 
@@ -56,7 +59,8 @@ class BadStep(NamedTuple):
         """The change that may help, and whether it was tried; "" if no step could be repeated."""
         fault = self.fault
         if fault is None:
-            return _grown(self.losses, None) or (SLOWER if self.undone else "")
+            other = SLOWER if self.step else _AT_ONCE
+            return _grown(self.losses, None) or (other if self.undone else "")
         if fault.remedy or fault.kind in ("input", "index"):
             return remedy_of(fault)
         return _grown(self.losses, fault) or remedy_of(fault)

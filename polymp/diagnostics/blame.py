@@ -95,6 +95,7 @@ class Node(NamedTuple):
     ended: bool = False  # it is a minimum with a bound that its dtype ends before
     # Of a division, the places of the nodes that made what it divides by.
     divisors: tuple[int, ...] | None = None
+    of_result: bool = False  # a cast of what its own call made
     regular: bool = False  # none of its results is 0, 1 or -1, which break an op
 
 
@@ -254,9 +255,10 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
         return Blame(at, at, "input", f"{node.spoiled} is not finite before any op runs")
     if node.burst:
         top = FORMATS[node.run].max if node.run in FORMATS else math.inf
+        reads = node.cast and not node.of_result
         wider = "in float32 it is finite" if node.tried else UNTRIED_WIDE
         why = f"its result is beyond {node.run}'s largest number, {top:g}; {wider}"
-        return Blame(at, at, "overflow", CAST.format(node.run) if node.cast else why)
+        return Blame(at, at, "overflow", CAST.format(node.run) if reads else why)
     if (cause := _saturated(nodes, at)) is not None:
         found = nodes[cause]
         why = f"its largest result is 1 in {found.run}, and below 1 in float32"
@@ -281,7 +283,7 @@ def _of(nodes: Sequence[Node], at: int) -> Blame:
 
 def _reads_cast(node: Node) -> bool:
     """True of a cast of what an op reads; one that the program makes is an op itself."""
-    return node.cast and node.op != "to"
+    return node.cast and node.op != "to" and not node.of_result
 
 
 def _saturated(nodes: Sequence[Node], at: int) -> int | None:
@@ -325,8 +327,7 @@ def _cause(nodes: Sequence[Node], at: int) -> int | None:
 def tell_nothing_found(why: str = "") -> None:
     """Say on standard error why `locate` returns None, which has no words of its own."""
     with suppress(OSError, ValueError):  # it may be closed
-        words = f"{why}, so that there was nothing to look at" if why else _HEALTHY
-        print(f"locate: {words}", file=sys.stderr)
+        print(f"locate: {why or _HEALTHY}", file=sys.stderr)
 
 
 _HEALTHY = "no op made an Inf or NaN of finite numbers"

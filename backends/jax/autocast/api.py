@@ -18,7 +18,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import jax
 import jax.extend.core as core
@@ -360,6 +360,7 @@ def trace(
         return taken
 
     FUNCTIONS.border(flat)
+    stand_for(fn, flat)
     compat.check_nans(contraction_p, fp8_contraction_p)
     name = flat.__name__ = getattr(fn, "__name__", "function")
     with collector_paused():
@@ -382,6 +383,16 @@ def trace(
         inputs = tuple(map(given, compat.binders(jaxpr)[1]))
         plan = planned(Frame(Planner(planned, kept), jaxpr, inputs, region))
     return PlannedCall(plan, outs[0])
+
+
+def stand_for(fn: object, flat: Any) -> None:
+    """Let the errors of JAX name a function where it traces one of arrays alone that calls it."""
+    flat.__signature__ = _OF_ARRAYS
+    if hasattr(inspect.unwrap(cast(Any, fn)), "__code__"):  # JAX prints others, such as modules
+        flat.__wrapped__ = fn
+
+
+_OF_ARRAYS = inspect.signature(lambda *arrays: None)
 
 
 # Calls of a jitted function under autocast are planned once for arguments of the same types, as

@@ -96,7 +96,7 @@ class Audited(Wrapped):
             finite = all(np.isfinite(peak).all() for peak in peaks)
             if not (finite or any(r.fault for r in self._measured)):
                 call = traced(self.fn, args, kwargs)
-                broke = located(MeasuredCall(call, once=True, updates=True))
+                broke, _ = located(MeasuredCall(call, once=True, updates=True))
         scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
         self._measured.append(Run(program, facts, scale, broke))
         return self.fn(*args, **kwargs)
@@ -183,11 +183,19 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         )
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError("locate was called by code that is traced, where there are no values.")
-    program = MeasuredCall(traced(fn, args, kwargs), once=True)
-    fault = located(program)
+    with jax.debug_nans(False), jax.debug_infs(False):  # which raise where one is made
+        program = MeasuredCall(traced(fn, args, kwargs), once=True)
+        fault, why = located(program)
     if fault is None:
-        tell_nothing_found("the call ran no op of JAX" * (not program.calls))
+        tell_nothing_found(why if program.calls else _NO_FLOATS)
     return fault
+
+
+_NO_FLOATS = "JAX ran no op on floats in this call, so that there was nothing to look at"
+_ROUNDED = (
+    "a result of the call is not finite, and in the copy that is measured it is: they round "
+    "differently. Look for a difference of nearly equal numbers, a divisor or a logarithm near 0"
+)
 
 
 def _scales(program: MeasuredCall) -> bool:
@@ -359,16 +367,24 @@ def _path(text: str) -> str:
 # The fault of a run.
 
 
-def located(program: MeasuredCall) -> Fault | None:
-    """Run a program that was made to be measured once, and return its fault."""
-    facts, peaks = program.twin.read(program.twin.packed(program.traced.arrays))
+def located(program: MeasuredCall, quick: bool = True) -> tuple[Fault | None, str]:
+    """Run a program that was made to be measured once, and return its fault, or why there is none.
+
+    A twin that is compiled `quick` may round otherwise than the program; then one that is not runs.
+    """
+    twin = Twin(program, quick=quick)
+    facts, peaks = twin.read(twin.packed(program.traced.arrays))
     found = blame(nodes_of(program, facts, peaks))
-    if found is None:
-        return None
+    if found is None or (quick and found.kind == "operation"):
+        differs = _differs(program, facts, peaks, found is not None)
+        if quick and differs:
+            return located(program, quick=False)
+        if found is None:
+            return None, _ROUNDED * differs
     keys = {program.events[at].site.key for at in (found.node, found.first)}
     if keys & program.skipped:  # an optimizer broke it: look at all of its calls
-        return located(MeasuredCall(program.traced, once=True, updates=True))
-    twin = Twin(program, ask=found.node)
+        return located(MeasuredCall(program.traced, once=True, updates=True), quick)
+    twin = Twin(program, ask=found.node, quick=quick)
     operands = twin.read(twin.packed(program.traced.arrays))[0][found.node].operands
     bad, round_ = _bad(facts[found.node])
     if bad:  # in a loop, those of that round
@@ -380,7 +396,21 @@ def located(program: MeasuredCall) -> Fault | None:
         name = "" if place is None else program.names[place]
         numbers = *ends, *rounds[:, at, 2:].mean(0).tolist()
         inputs.append(Operand.measured(dtype, shape, numbers, name))
-    return fault(program, found, inputs, facts)
+    return fault(program, found, inputs, facts), ""
+
+
+def _differs(
+    program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[jax.Array], broke: bool
+) -> bool:
+    """True if the program has results that are not finite and are in its twin, or the reverse."""
+    events = {at for at, fact in enumerate(facts) if _bad(fact)[0]}
+    spoiled = {at for at, peak in enumerate(peaks) if not np.isfinite(peak)}
+    bad = {
+        at
+        for at, came in enumerate(program.results)
+        if came.given or came.events & events or came.outside & spoiled
+    }
+    return bool(program.not_finite - bad or (broke and bad and not program.not_finite))
 
 
 def _bad(fact: Facts) -> tuple[str, tuple[int, ...]]:
@@ -426,6 +456,7 @@ def nodes_of(
                 value=bool(event.dtype),
                 asks=name == "is_finite",
                 cast=name == "convert_element_type",
+                of_result=event.site.key in program.of_results,
                 loops=event.site.scans,
                 first=first,
                 op=op,
@@ -482,7 +513,8 @@ def fault(
 
 
 _INSIDE = {
-    "shard_map": "Locate in the function that it maps, with a device's part of its arguments.",
+    "shard_map": "Locate in the function that it maps, with a device's part of its arguments; if "
+    "it has collectives, in jax.vmap(function, axis_name=...).",
     "while": "Locate in the function that is a round of it, with what the loop carries.",
 }
 

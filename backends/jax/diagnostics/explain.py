@@ -26,7 +26,7 @@ from polymp import code_origin
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, count_of, is_array, is_symbol, is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.api import PolicyLike, autocast
+from polymp.backends.jax.autocast.api import PolicyLike, autocast, stand_for
 from polymp.backends.jax.autocast.fp8_contraction import In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES, Cast, Step
 from polymp.backends.jax.autocast.function_calls import FunctionCall
@@ -193,6 +193,7 @@ def traced(
         results[:] = [jax.tree_util.keystr(path) or "result" for path, _ in found]
         return [x for _, x in found]
 
+    stand_for(fn, flat)
     with regions.EXPLAINED(next(_numbers)):
         record = Record()
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left

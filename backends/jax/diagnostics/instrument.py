@@ -21,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 
 from polymp.backends.jax import compat
-from polymp.backends.jax.arrays import is_float, largest_magnitude
+from polymp.backends.jax.arrays import is_float, largest_magnitude, not_finite
 from polymp.backends.jax.autocast.contraction import Contraction
 from polymp.backends.jax.autocast.evaluate import update_in
 from polymp.backends.jax.autocast.known_functions import CONTRACTIONS, FREE, LAYOUT, OURS
@@ -90,6 +91,7 @@ class MeasuredCall(Placed[Origin]):
         # What an optimizer makes for the program's results or for others: measured, without rows.
         self.unlisted = set[Key]()
         self.residuals = set[Key]()  # beside a call's result: the backward pass alone reads them
+        self.of_results = set[Key]()  # casts of what the call made that they are part of
         self.skipped = set[Key]()  # equations of its calls, of which no others are events
         self._of_updates = set[int]()  # equations of any kind, by id
         readers = _readers(self.closed, {}, self._of_updates)
@@ -118,6 +120,12 @@ class MeasuredCall(Placed[Origin]):
         """The call that an equation is part of."""
         number = self.of_event.get(site.key)
         return None if number is None else self.calls[number]
+
+    @cached_property
+    def not_finite(self) -> set[int]:
+        """Places of results that are not finite where the program itself runs."""
+        arrays = [x.copy() for x in self.traced.arrays]  # which it may donate
+        return {*not_finite(dict(enumerate(jaxpr_as_fun(self.closed)(*arrays))))}
 
     @cached_property
     def late(self) -> set[int]:
@@ -157,6 +165,7 @@ class MeasuredCall(Placed[Origin]):
         """
         self.of_event.update((s.key, len(self.calls)) for s in sites)
         own, ends, residuals = {id(s.eqn) for s in sites}, [], set[Key]()
+        made = {id(v) for s in sites if not _moves(s.eqn) for v in s.eqn.outvars}
         for s in sites:
             name = s.eqn.primitive.name
             if name not in CLOSED and any(is_measured(v.aval) for v in s.eqn.outvars):
@@ -167,6 +176,8 @@ class MeasuredCall(Placed[Origin]):
                     if call.direction == FORWARD and by and by - own <= self._back:
                         residuals.add(s.key)
                 last = s
+                if name == "convert_element_type" and id(s.eqn.invars[0]) in made:
+                    self.of_results.add(s.key)
         if len(residuals) < len(ends):
             self.residuals |= residuals
         tracebacks = (last.written, last.eqn.source_info.traceback) if ends else ()
@@ -232,6 +243,11 @@ class MeasuredCall(Placed[Origin]):
         return tuple((at, x) for at, x in numbers if forward or hasattr(eqn.invars[at], "val"))
 
 
+def _moves(eqn: Equation) -> bool:
+    """True if what an equation makes are the numbers that it reads."""
+    return eqn.primitive.name in LAYOUT or eqn.primitive.name == "convert_element_type"
+
+
 def _is_end(eqn: Equation) -> bool:
     """True for one number, as a loss and what chooses a branch are, and for effects."""
     return bool(eqn.effects) or all(v.aval.shape == () for v in eqn.outvars)
@@ -266,7 +282,7 @@ _Made = tuple[list[jax.Array], list[Facts]]
 class Twin(Placed[jax.Array]):
     """The program of a call in which its events are measured; or the operands of one alone."""
 
-    def __init__(self, call: MeasuredCall, ask: int | None = None) -> None:
+    def __init__(self, call: MeasuredCall, ask: int | None = None, quick: bool = False) -> None:
         self.call = call
         self.ask = ask  # that event; the operands are those of its call
         self._asked: set[Key] = set()  # the equations of that call
@@ -283,7 +299,7 @@ class Twin(Placed[jax.Array]):
         self._outside: Sequence[jax.Array] = ()
         self._facts: list[Facts] = []  # of the events so far, of the program that is gone through
         self._shapes: list[tuple[int, ...]] = []  # of each fact
-        options = quick_options(call.traced.arrays) if call.once else None
+        options = quick_options(call.traced.arrays) if quick else None
         self.packed: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
 
     def _packed(self, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -101,7 +101,8 @@ def locate(
     finally:
         values.put_back()
     if fault is None:
-        tell_nothing_found("the step ran no op of torch" * (not values.events))
+        why = "the step ran no op of torch, so that there was nothing to look at"
+        tell_nothing_found(why * (not values.events))
     return fault
 
 

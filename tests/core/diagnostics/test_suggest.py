@@ -214,6 +214,14 @@ def test_what_made_an_operation_fail_is_mended() -> None:
     assert not suggest(audit(*reversed(rows), fault=broke))
 
 
+def test_where_no_scale_is_known_a_broken_gradient_asks_for_the_scaler() -> None:
+    broke = fault("overflow", direction="backward", why="its result is beyond")
+    assert (
+        suggest(audit(fault=broke)).reasons[-1] == "If the loss is scaled, give audit the scaler."
+    )
+    assert len(suggest(audit(fault=broke._replace(direction="forward"))).reasons) == 1
+
+
 def test_gradients_that_vanish_get_the_scale_that_fits() -> None:
     a = audit(measured(), gradients=[gradient(2.0**-30, 2.0**-32, 0.0)])
     found = suggest(a)

@@ -20,6 +20,7 @@ from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import CONSTANT
 from polymp.diagnostics.call_record import FORWARD
 from polymp.jax import GradScaler, audit, autocast, locate
+from tests.support import processes
 from tests.support.jax.scaler_tools import bits
 from tests.support.reports import operand
 from tests.support.sizes import LONG
@@ -179,6 +180,65 @@ def test_an_input_that_overflows_in_its_cast_is_told_from_a_result(value: float,
     measured(x)
     assert measured.audit.fault is not None
     assert measured.audit.fault.why == fault_of(f, x).why == why
+
+
+def test_a_gradient_that_overflows_is_not_put_down_to_the_inputs_of_its_op() -> None:
+    f = autocast(lambda x: (x @ x / (jnp.abs(x @ x) + 1e-9)).sum(), dtype=F16)
+    gradient, x = jax.grad(f), jnp.zeros((2, 2))
+    audited = audit(gradient)
+    audited(x)
+    fault = fault_of(gradient, x)
+    assert audited.audit.fault is not None
+    assert (fault.op, fault.kind, fault.direction) == ("div", "overflow", "backward")
+    assert fault.why == audited.audit.fault.why
+    assert fault.why.startswith("its result is beyond float16's largest number")
+
+
+ROUNDED = """
+import jax, jax.numpy as jnp
+from polymp.jax import locate
+
+def log_of_a_difference(w, x):
+    return jnp.log(1 - jnp.tanh(x @ w) ** 2).sum()
+
+def root_of_a_difference(w, x):
+    h = jnp.full((4, 8), 1.0) * w.sum() * 0.1 + 0 * x
+    return jnp.sqrt((h**2).mean(-1) - h.mean(-1) ** 2).sum()
+
+for f, seed in (log_of_a_difference, 1), (root_of_a_difference, 1), (root_of_a_difference, 2):
+    loss, keys = jax.jit(f), map(jax.random.key, (seed, 100 + seed))
+    w, x = (jax.random.normal(key, (n, 8)) for key, n in zip(keys, (8, 4)))
+    assert (locate(loss, w, x) is None) == jnp.isfinite(loss(w, x)), (f, seed)
+"""
+
+
+def test_numbers_that_rounding_breaks_are_located_as_the_program_rounds() -> None:
+    """In a copy that is compiled quickly the first two are finite, and the third breaks."""
+    processes.run(ROUNDED, env={"XLA_FLAGS": ""})  # else all is compiled quickly here
+
+
+def test_a_copy_that_stays_finite_is_not_called_healthy(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(instrument.MeasuredCall, "not_finite", {0})
+    assert locate(lambda x: x * 2, jnp.ones(3)) is None
+    assert "they round differently" in capsys.readouterr().err
+
+
+def test_checks_of_jax_for_nan_do_not_stop_it() -> None:
+    with jax.debug_nans(True), jax.debug_infs(True):
+        assert fault_of(jnp.log, -jnp.ones(3)).op == "log"
+
+
+def branching(w: Any) -> Any:
+    return w if w.sum() > 0 else -w
+
+
+@pytest.mark.parametrize("looked_at", [lambda fn, x: autocast(fn)(x), locate, polymp.jax.explain])
+def test_errors_of_jax_name_the_line_of_the_function(looked_at: Any) -> None:
+    line = branching.__code__.co_firstlineno
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=f"test_locate.py:{line} for"):
+        looked_at(branching, jnp.ones(3))
 
 
 def test_nan_of_a_mask_is_told() -> None:
@@ -498,6 +558,9 @@ def test_what_breaks_in_a_shard_map_is_put_down_to_it() -> None:
     fault = fault_of(lambda x: mapped(x).sum(), jnp.ones(4))
     assert (fault.op, fault.kind, fault.found) == ("shard_map", "inside", "Inf")
     assert locate(lambda x: mapped(x).sum(), -jnp.ones(4)) is None
+    assert fault.remedy.endswith("if it has collectives, in jax.vmap(function, axis_name=...).")
+    in_vmap = jax.vmap(lambda x: lax.psum(jnp.exp(x * 1000), "d"), axis_name="d")
+    assert fault_of(in_vmap, jnp.ones((1, 4))).op == "exp"
 
 
 def test_an_infinite_loss_is_put_down_to_the_constant_that_it_is_made_of() -> None:
@@ -522,4 +585,7 @@ def test_functions_of_another_framework_are_not_called_healthy(
 ) -> None:
     numpys = np.zeros(3)
     assert locate(lambda: np.add(numpys, 1.0)) is None
-    assert capsys.readouterr().err.startswith("locate: the call ran no op of JAX")
+    assert locate(lambda x: (x // 0).sum(), jnp.arange(3)) is None
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 2
+    assert all(line.startswith("locate: JAX ran no op on floats in this call") for line in said)

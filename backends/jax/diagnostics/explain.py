@@ -20,6 +20,7 @@ from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
+import jax.extend.core as core
 import numpy as np
 
 from polymp import code_origin
@@ -164,6 +165,7 @@ class Traced(NamedTuple):
     arrays: list[jax.Array]  # that the call has for it
     names: list[str]  # of these arrays, as the caller would write them
     results: list[str]  # names of what it returns
+    own: Callable[..., Sequence[jax.Array]]  # runs it as the caller does, with no Python of theirs
 
 
 def called(
@@ -198,7 +200,12 @@ def traced(
         record = Record()
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             decision_log.recorded_by(stack, record)
-            return Traced(jax.make_jaxpr(flat)(*arrays), record, arrays, names, results)
+            closed = jax.make_jaxpr(flat)(*arrays)
+    own = flat if isinstance(fn, _JITTED) else core.jaxpr_as_fun(closed)  # it may be compiled
+    return Traced(closed, record, arrays, names, results, own)
+
+
+_JITTED = type(jax.jit(lambda: None))
 
 
 class Wrapped(NoBlock):

@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, largest_magnitude, not_finite
@@ -125,7 +124,7 @@ class MeasuredCall(Placed[Origin]):
     def not_finite(self) -> set[int]:
         """Places of results that are not finite where the program itself runs."""
         arrays = [x.copy() for x in self.traced.arrays]  # which it may donate
-        return {*not_finite(dict(enumerate(jaxpr_as_fun(self.closed)(*arrays))))}
+        return {*not_finite(dict(enumerate(self.traced.own(*arrays))))}
 
     @cached_property
     def late(self) -> set[int]:

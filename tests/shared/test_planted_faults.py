@@ -150,7 +150,7 @@ PLANTED = (
     # a norm along a long axis, as a product of a row with itself
     Planted("jax", "unit", ("matmul",), "unit", OVER, "float32"),
     # a penalty that is a sum where it could be a mean
-    Planted("jax", "sparse", ("sum",), "penalty", OVER, "bfloat16"),
+    Planted("jax", "sparse", ("sum",), "penalty", OVER, "float32"),
     # the logarithm of a softmax that is zero in float16
     Planted("jax", "classes", ("softmax",), "", UNDER, "float32"),
     # a mean as a sum by a product, divided afterwards

@@ -207,7 +207,7 @@ class Comparison(Shown):
                 "The calls before it ran in compiled code, where it may begin: compile block by "
                 "block, `block.compile()`, to see the result of each"
             )
-        if power := _scale(row):
+        if power := _times_two(row):
             larger, times = self.names[power > 0], 2 ** abs(power)
             return (
                 f"In {larger} it is {times:,} times as large, as where a loss is scaled: compare "
@@ -417,7 +417,7 @@ def _called(a: RecordedArray) -> str:
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")
 
 
-def _scale(row: Compared) -> int:
+def _times_two(row: Compared) -> int:
     """The power of two by which a gradient is larger in the other run; 0 if it is by none."""
     numbers = [a.values for a in (row.one, row.other) if a is not None]
     sizes = [[x[at] for at in (AMAX, RMS, MEAN_MAGNITUDE)] for x in numbers]

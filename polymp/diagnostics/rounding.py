@@ -98,7 +98,9 @@ _EFFECTS = {
 _EFFECT = {name: effect for effect, names in _EFFECTS.items() for name in names.split()}
 
 # Where a number has another sign, or is no longer the largest, it has another derivative.
-JUMPS = {*"comparison pooling abs relu relu6 leaky_relu hardtanh threshold l1_loss sign".split()}
+JUMPS = frozenset(
+    "comparison pooling abs relu relu6 leaky_relu hardtanh threshold l1_loss sign".split()
+)
 
 
 def effect(op: str) -> str:

@@ -453,7 +453,7 @@ def _line(step: RecordedStep) -> str:
     ]
     values = np.array([a.values for a in arrays], "<f8").reshape(-1, VALUES)
     spread = np.array([a.spread or (math.nan,) * VALUES for a in arrays]).reshape(-1, VALUES)
-    shares = np.where(np.isinf(spread), spread, np.minimum(spread / _scale(values), MOST))
+    shares = np.where(np.isinf(spread), spread, np.minimum(spread / _largest(values), MOST))
     data = {
         "step": step.number,
         "settings": step.settings,
@@ -467,7 +467,7 @@ def _line(step: RecordedStep) -> str:
     return f'{line[:-1]},"arrays":[{",".join(rows).replace(" ", "")}]}}\n'
 
 
-def _scale(values: Any) -> Any:
+def _largest(values: Any) -> Any:
     """Of which spreads are a share in a file: float32 has not the range of float64."""
     return np.where(values[:, [AMAX]], values[:, [AMAX]], 1.0)
 
@@ -540,7 +540,7 @@ def _step(line: str) -> RecordedStep:
         raise TypeError("a name is no text")
     values = _unpacked(data["values"], "<f8", len(rows) * VALUES).reshape(-1, VALUES)
     spread = _unpacked(data["spread"], "<f4", len(rows) * VALUES).reshape(-1, VALUES)
-    spread = spread * _scale(values)
+    spread = spread * _largest(values)
     own = _unpacked(data["own"], "<f4", 2 * len(rows)).reshape(-1, 2).tolist()
     arrays = []
     for at, (named, dtypes, shape, zeros, bad, reads) in enumerate(rows):

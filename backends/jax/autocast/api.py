@@ -399,7 +399,7 @@ _OF_ARRAYS = inspect.signature(lambda *arrays: None)
 # jit runs its Python once. The plan is compiled as one program, unless the user's jit has options
 # of its own, such as donated arguments: then the plan runs op by op, which binds that jit again.
 
-_FUNCTION = type(jax.jit(lambda: None))
+JITTED_FUNCTION = type(jax.jit(lambda: None))
 
 # Types of numbers that a jitted function traces, as it does arrays.
 _NUMBERS = frozenset({bool, int, float, complex})
@@ -412,7 +412,7 @@ def _traced_leaves(
     fn: object, args: tuple[object, ...], kwargs: Mapping[str, object]
 ) -> tuple[list[Any], Rest[Any]]:
     """The leaves of a call that are traced, apart from the rest, which is passed as it is."""
-    if not isinstance(fn, _FUNCTION):
+    if not isinstance(fn, JITTED_FUNCTION):
         return apart((args, kwargs), is_array)
     static = compat.static_leaves(fn, args, kwargs)
     return apart(
@@ -424,7 +424,7 @@ def call_key(
     fn: object, rest: Rest[Any], arrays: Sequence[object]
 ) -> tuple[Sequence[object], Hashable] | None:
     """The types of a call's arrays, and all else that its plan depends on, to keep it under."""
-    if not isinstance(fn, _FUNCTION) or decision_log.current() is not None:
+    if not isinstance(fn, JITTED_FUNCTION) or decision_log.current() is not None:
         return None
     if any(isinstance(x, jax.core.Tracer) for x in arrays):
         return None

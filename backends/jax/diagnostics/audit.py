@@ -163,7 +163,9 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     row of the policy that decided, and what the op was given. Infinities that a program means and
     takes up again or returns, such as those of a mask, are no fault.
 
-    `fn` is not called, and nothing is changed; arguments that it would donate are left alone.
+    The Python of `fn` runs as where jit traces it. If the twin has no fault, or an operation's, the
+    program itself runs, too, on copies of its arrays, for rounding may make the two differ. Nothing
+    is changed, and arguments that it would donate are left alone; its callbacks run.
 
     Args:
         fn: as in `audit`.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from polymp.backends.jax.arrays import AsyncCopy, is_float, not_finite
+from polymp.backends.jax.autocast.api import JITTED_FUNCTION
 from polymp.backends.jax.diagnostics.audit import locate
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics.audit_records import Fault
@@ -127,7 +128,7 @@ class Catch(CaughtStep[P, R]):
         result = self._fn(*args, **kwargs)
         leaves = jax.tree.leaves(result)
         # A jitted step changes no argument in place.
-        is_jitted = isinstance(self._fn, _JITTED) and not self._objects
+        is_jitted = isinstance(self._fn, JITTED_FUNCTION) and not self._objects
         self._results.are(leaves if is_jitted else leaves + jax.tree.leaves((args, kwargs)))
         losses = self._losses(leaves)
         sent = map(AsyncCopy, map(_not_finite, losses.values()))
@@ -218,8 +219,6 @@ class Catch(CaughtStep[P, R]):
         bad = {at: what for at, what in found.items() if at not in self._infinite}
         return described(bad, partial(name_of, tree), " after it")
 
-
-_JITTED = type(jax.jit(lambda: None))
 
 _DONATED = (
     "The steps cannot be repeated: the step donates arguments that no call of it returned, such as "

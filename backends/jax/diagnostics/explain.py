@@ -27,7 +27,7 @@ from polymp import code_origin
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import apart, count_of, is_array, is_symbol, is_typed
 from polymp.backends.jax.autocast import regions
-from polymp.backends.jax.autocast.api import PolicyLike, autocast, stand_for
+from polymp.backends.jax.autocast.api import JITTED_FUNCTION, PolicyLike, autocast, stand_for
 from polymp.backends.jax.autocast.fp8_contraction import In8Bits
 from polymp.backends.jax.autocast.frame import LOW_DTYPES, Cast, Step
 from polymp.backends.jax.autocast.function_calls import FunctionCall
@@ -201,11 +201,10 @@ def traced(
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             decision_log.recorded_by(stack, record)
             closed = jax.make_jaxpr(flat)(*arrays)
-    own = flat if isinstance(fn, _JITTED) else core.jaxpr_as_fun(closed)  # it may be compiled
+    own = (
+        flat if isinstance(fn, JITTED_FUNCTION) else core.jaxpr_as_fun(closed)
+    )  # it may be compiled
     return Traced(closed, record, arrays, names, results, own)
-
-
-_JITTED = type(jax.jit(lambda: None))
 
 
 class Wrapped(NoBlock):

@@ -201,9 +201,8 @@ def traced(
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             decision_log.recorded_by(stack, record)
             closed = jax.make_jaxpr(flat)(*arrays)
-    own = (
-        flat if isinstance(fn, JITTED_FUNCTION) else core.jaxpr_as_fun(closed)
-    )  # it may be compiled
+    # A jitted function may be compiled already.
+    own = flat if isinstance(fn, JITTED_FUNCTION) else core.jaxpr_as_fun(closed)
     return Traced(closed, record, arrays, names, results, own)
 
 

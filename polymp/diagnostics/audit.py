@@ -15,11 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
-from polymp.diagnostics.bad_step import remedy_of
 from polymp.diagnostics.blame import CAST, DIVIDING, OF_ONE, lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, joined
 from polymp.diagnostics.page import Shown
+from polymp.diagnostics.remedy import remedy_of
 from polymp.diagnostics.tables import Cell, Column, Table, TableKind
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped

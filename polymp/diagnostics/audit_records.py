@@ -126,7 +126,7 @@ class Fault(NamedTuple):
     found: str  # "Inf" or "NaN", whichever came first, and the op where it did if it is another
     why: str  # a sentence on the cause
     region: str = ""  # the low dtype of the region it ran in, "" outside
-    remedy: str = ""  # of an update, the change that helps, and whether it was tried, in sentences
+    remedy: str = ""  # what helps, and whether it was tried, in sentences; "" if nothing was
 
     @classmethod
     def of(

@@ -14,7 +14,8 @@ from typing import Any, Generic, NamedTuple, NoReturn, ParamSpec, Self, TypeVar
 
 from polymp import code_origin
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import SLOWER, UNTRIED, UNTRIED_WIDE
+from polymp.diagnostics.blame import UPDATE
+from polymp.diagnostics.remedy import SLOWER, UNTRIED, remedy_of
 from polymp.dtypes import FORMATS
 from polymp.errors import BadStepError, CatchWarning, brief, escaped
 
@@ -61,7 +62,7 @@ class BadStep(NamedTuple):
         if fault is None:
             other = SLOWER if self.step else _AT_ONCE
             return _grown(self.losses, None) or (other if self.undone else "")
-        if fault.remedy or fault.kind in ("input", "index"):
+        if fault.direction == UPDATE or fault.kind in ("input", "index", "inside"):
             return remedy_of(fault)
         return _grown(self.losses, fault) or remedy_of(fault)
 
@@ -75,35 +76,9 @@ class BadStep(NamedTuple):
             )
         if self.note:
             lines.append(f"  {self.note}")
-        if self.remedy and not (self.fault is not None and self.fault.remedy):  # which has it
+        if self.remedy and (self.fault is None or self.remedy != self.fault.remedy):
             lines.append(f"  {self.remedy}")
         return escaped("\n".join(lines))
-
-
-def remedy_of(fault: Fault) -> str:
-    """Return the change that helps where an op made a value that is not finite."""
-    place = f" in {fault.module}" if fault.module else ""
-    if fault.remedy:
-        return fault.remedy
-    if fault.kind == "input" and ".grad" in fault.why:
-        return "Call zero_grad() before the backward pass, which adds to what is there."
-    if fault.kind == "input":
-        return "Look at the data or the parameters."
-    if fault.kind == "index":
-        return "Look at the data."
-    if fault.kind == "number":
-        return f"Use another constant, or give {fault.op} the rule fp32{place}.{UNTRIED}"
-    tried = fault.run != "bfloat16" and not fault.why.endswith(UNTRIED_WIDE)
-    if fault.kind == "operation" and not tried:
-        return f"Look at its inputs, or give {fault.op} the rule fp32{place}.{UNTRIED}"
-    if fault.kind == "operation" or fault.run == "float32":
-        made = f" If ops in {fault.region} made them wrong, give those the rule fp32.{UNTRIED}"
-        return (
-            f"Change the code: of these inputs {fault.op} has no finite result in float32 either."
-            f"{made if fault.region else ''}"
-        )
-    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
-    return f"Give {fault.op} the rule fp32{place}{other}.{UNTRIED}"
 
 
 def _grown(losses: Sequence[float], fault: Fault | None) -> str:

@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from polymp.dtypes import FORMATS
-from polymp.rules.row import LOW
 
 # How many nodes back a cause is searched for, such as the zero that was divided by.
 _STEPS = 12
@@ -331,34 +330,3 @@ def tell_nothing_found(why: str = "") -> None:
 
 
 _HEALTHY = "no op made an Inf or NaN of finite numbers"
-
-
-# An optimizer that breaks a step.
-
-# Behind a remedy.
-UNTRIED = " That was not tried."
-
-# Where numbers grow without bound.
-SLOWER = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
-
-NO_EPS = "the number that keeps its divisor from zero is zero"
-
-
-def larger_eps(dtype: str) -> float:
-    """Return an eps that is not zero in a dtype, with digits to spare."""
-    return 1e-4 if dtype == "float16" else 1e-8
-
-
-def of_optimizer(framework: str, kind: str, dtype: str, lost: str = "", tried: bool = False) -> str:
-    """Return the change that helps where an optimizer made a value that is not finite.
-
-    `lost` is a clause on an eps, "Adam's eps is 0", and `tried` says whether the step was finite
-    with a larger one.
-    """
-    wide = f"keep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
-    if kind == "number":
-        how = ", with which this step was tried and is finite" if tried else ""
-        or_wide = f", or {wide}" if dtype in LOW else "."
-        give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
-        return f"{lost}, so that it divides by zero. {give}"
-    return f"{wide[0].upper()}{wide[1:]}{UNTRIED}" if kind == "overflow" else SLOWER

@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, TypeVar
 
-from polymp.rules.policy import Decision
+from polymp.rules.policy import Decision, Policy
 from polymp.rules.row import Row
 
 T = TypeVar("T")
@@ -40,6 +40,8 @@ class Recorder:
 
     def __init__(self) -> None:
         self.outer: Recorder | None = None  # which notes the same
+        # The policy by which a region runs, in place of its own; None if it runs by that.
+        self.instead: Callable[[Policy], Policy] | None = None
 
     def around(self, entry: Entry, run: Callable[..., T], *args: Any) -> T:
         """Run an op that a backend is asked for, and note what was decided."""

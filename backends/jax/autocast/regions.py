@@ -16,6 +16,7 @@ import jax
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.compat import NameStack
+from polymp.rules import decision_log
 from polymp.rules.policy import Policy, Region
 from polymp.rules.row import Row, Rule
 
@@ -145,6 +146,8 @@ class NameStacks:
         if outer.policy is AS_CALLED:  # the op around it decides for all inside
             return outer, plain
         region = marked or outer
+        if (record := decision_log.current()) is not None and record.instead and region.policy:
+            region = replace(region, policy=record.instead(region.policy))
         if region.policy is None or not region.policy.scopes:
             return region, plain
         scope = module_path(outer.scope, path)

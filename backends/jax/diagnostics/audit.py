@@ -38,19 +38,19 @@ from polymp.diagnostics.audit_records import Fault, Measured, Operand, together
 from polymp.diagnostics.blame import (
     CAST,
     DIVIDING,
-    NO_EPS,
     UPDATE,
     Blame,
     Node,
     blame,
     meant,
-    of_optimizer,
     rounded,
     tell_nothing_found,
 )
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
+from polymp.diagnostics.remedy import NO_EPS, of_optimizer, remedy_of, tried
 from polymp.dtypes import FORMATS
+from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
 
 
@@ -167,6 +167,9 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     program itself runs, too, on copies of its arrays, for rounding may make the two differ. Nothing
     is changed, and arguments that it would donate are left alone; its callbacks run.
 
+    Of a fault in a region, twins with ops in float32 run, to find which of them make the call
+    finite. If it breaks with all ops in float32, too, the fault of that twin is returned.
+
     Args:
         fn: as in `audit`.
         args: of the call.
@@ -188,9 +191,18 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     with jax.debug_nans(False), jax.debug_infs(False):  # which raise where one is made
         program = MeasuredCall(traced(fn, args, kwargs), once=True)
         fault, why = located(program)
-    if fault is None:
-        tell_nothing_found(why if program.calls else _NO_FLOATS)
-    return fault
+        if fault is None:
+            tell_nothing_found(why if program.calls else _NO_FLOATS)
+            return None
+
+        def again(change: Callable[[Policy], Policy]) -> tuple[Fault | None, Sequence[str]]:
+            program = MeasuredCall(traced(fn, args, kwargs, change), once=True)
+            return located(program)[0], [call.op for call in program.calls if call.region]
+
+        try:
+            return tried(fault, again)
+        except Exception:  # the function is made for its own dtypes
+            return fault._replace(remedy=remedy_of(fault))
 
 
 _NO_FLOATS = "JAX ran no op on floats in this call, so that there was nothing to look at"

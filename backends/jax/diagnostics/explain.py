@@ -42,6 +42,7 @@ from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE, Call
 from polymp.diagnostics.report import Report
 from polymp.dtypes import FORMATS, widest
 from polymp.rules import decision_log
+from polymp.rules.policy import Policy
 from polymp.rules.row import Row
 
 
@@ -180,9 +181,12 @@ def called(
 
 
 def traced(
-    fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    change: Callable[[Policy], Policy] | None = None,
 ) -> Traced:
-    """The program of a call, and what was decided in it."""
+    """The program of a call, and what was decided in it; with a change, by other policies."""
     names = _names(fn, args, kwargs)
     function, args, kwargs = called(fn, args, kwargs)
     arrays, together = apart((args, kwargs), is_typed)
@@ -198,11 +202,13 @@ def traced(
     stand_for(fn, flat)
     with regions.EXPLAINED(next(_numbers)):
         record = Record()
+        record.instead = change
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             decision_log.recorded_by(stack, record)
             closed = jax.make_jaxpr(flat)(*arrays)
     # A jitted function may be compiled already.
-    own = flat if isinstance(fn, JITTED_FUNCTION) else core.jaxpr_as_fun(closed)
+    compiled = isinstance(fn, JITTED_FUNCTION) and change is None
+    own = flat if compiled else core.jaxpr_as_fun(closed)
     return Traced(closed, record, arrays, names, results, own)
 
 

@@ -8,6 +8,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.diagnostics.audit_records import Fault, operand_numbers
 from polymp.diagnostics.blame import tell_nothing_found
+from polymp.diagnostics.remedy import remedy_of, tried
 from polymp.errors import brief
+from polymp.rules.policy import Policy
 
 
 def locate(
@@ -41,6 +44,9 @@ def locate(
     finite, or the operation itself may have no finite result there. The fault names the row of the
     policy that decided, and the op's inputs. Infinities that a program makes on purpose and removes
     again, such as those of a mask, are no fault.
+
+    Of a fault in a region, the step is called again with ops in float32, to find which of them make
+    it finite. If it breaks with all ops in float32, too, the fault of that call is returned.
 
     Tensors that the step writes in place, `.grad` of leaves, the parameters and states of torch's
     optimizers, loss scalers (torch.amp's and polymp's) and torch's random state are put back
@@ -80,17 +86,47 @@ def locate(
     leaves = tree_leaves((args, kwargs))
     if model is None:
         model = next((leaf for leaf in (step_fn, *leaves) if isinstance(leaf, nn.Module)), None)
-    known = all(isinstance(leaf, _KNOWN) for leaf in leaves)  # an object may have tensors
-    values = LocateValues(model, leaves if known else None)
+    given = leaves if all(isinstance(leaf, _KNOWN) for leaf in leaves) else None
+    step = partial(step_fn, *args, **kwargs)
+    fault, values = _replayed(step, model, given)
+    if fault is None:
+        why = "the step ran no op of torch, so that there was nothing to look at"
+        tell_nothing_found(why * (not values.events))
+    elif not values.has_met:  # other ranks may have found nothing, and would not come again
+
+        def again(change: Callable[[Policy], Policy]) -> tuple[Fault | None, Sequence[str]]:
+            found, ran = _replayed(step, model, given, change)
+            return found, [event.op_call.op for event in ran.events if event.op_call.region]
+
+        try:
+            fault = tried(fault, again)
+        except Exception:  # the step is made for its own dtypes, or for one more call at most
+            fault = fault._replace(remedy=remedy_of(fault))
+    return fault
+
+
+# An argument of another class may have tensors that are not found.
+_KNOWN = (torch.Tensor, nn.Module, torch.optim.Optimizer, int, float, complex, str, type(None))
+
+
+def _replayed(
+    step: Callable[[], object],
+    model: nn.Module | None,
+    given: Sequence[Any] | None,
+    change: Callable[[Policy], Policy] | None = None,
+) -> tuple[Fault | None, "LocateValues"]:
+    """Run a step and put back what it wrote; with a change, by other policies than its own."""
+    values = LocateValues(model, given)
     stream = OpStream(model, values, counts=False)
+    stream.instead = change
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())), stream:
-            step_fn(*args, **kwargs)
-        fault = values.fault()
+            step()
+        return values.fault(), values
     except Exception as error:
         fault = values.fault()
         if fault is not None:
-            return fault
+            return fault, values
         if isinstance(error, StopIteration):
             raise RuntimeError(
                 "locate(step_fn, *args) calls the step once more, and an iterator that it reads, "
@@ -100,13 +136,6 @@ def locate(
         raise
     finally:
         values.put_back()
-    if fault is None:
-        why = "the step ran no op of torch, so that there was nothing to look at"
-        tell_nothing_found(why * (not values.events))
-    return fault
-
-
-_KNOWN = (torch.Tensor, nn.Module, torch.optim.Optimizer, int, float, complex, str, type(None))
 
 
 class LocateValues(Values):
@@ -133,6 +162,11 @@ class LocateValues(Values):
         kinds = {kind for scaler in _SCALERS for kind in _derived(scaler)}
         scalers = [it for it in gc.get_referrers(*kinds) if type(it) in kinds]  # refer to classes
         self._dicts = [(own, _copied(own)) for own in map(vars, scalers)]
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the step has talked to other ranks."""
+        return self._meeting.with_others
 
     # What the step writes
 
@@ -236,6 +270,7 @@ class _Meeting:
 
     def __init__(self) -> None:
         self._met = not (dist.is_available() and dist.is_initialized())
+        self.with_others: bool = False
 
     def module(self, module: nn.Module, _: Any) -> None:
         """Wait before a forward pass: after an error halfway through, wrappers cannot go on."""
@@ -248,6 +283,7 @@ class _Meeting:
         self._met = True
         if ranks == 1:
             return
+        self.with_others = True
         store = dist.distributed_c10d.PrefixStore("polymp.locate", distributed.default_store())
         came = store.add("came", 1)
         full = -(-came // ranks) * ranks

@@ -13,7 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 from types import FrameType
 from typing import Any, Self
 
@@ -25,6 +26,7 @@ from torch.optim.optimizer import (
 )
 
 from polymp.backends.torch.autocast import kernel_registry, regions
+from polymp.backends.torch.autocast.autocast_kernel import op_on
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
@@ -43,6 +45,7 @@ from polymp.backends.torch.diagnostics.op_call import (
 from polymp.backends.torch.scaler.optimizer_step import closure_of
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
 from polymp.rules import decision_log
+from polymp.rules.policy import Policy, Region
 from polymp.rules.vocabulary import vocabulary
 
 # Classes whose ops, without a row, are told apart below autograd as well: views, and one kernel
@@ -195,6 +198,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             run = partial(self.outer.around, entry, run)
         if not self.region[0]:
             self.region = entry.low, entry.policy
+        if self.instead is not None:
+            entry, args = self._instead(self.instead, entry, args)
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
             return run(*args)  # the dispatch mode sees the ops in it
         place, direction, origin = self.where(sys._getframe(1))
@@ -222,6 +227,19 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             op_call.run = ("float32",)  # also if the op casts inside, as softmax(dtype=) does
         op_call.spared(given)
         return result
+
+    def _instead(
+        self,
+        change: Callable[[Policy], Policy],
+        entry: decision_log.Entry,
+        args: Sequence[Any],
+    ) -> tuple[decision_log.Entry, tuple[Any, ...]]:
+        """Return an op's entry and what its kernel runs by, with another policy in the region."""
+        own, module = args[0], self.where(sys._getframe(1))[0].module
+        policy = change(own.policy).at(module)
+        on_device = op_on(entry.spelling.removeprefix("aten:"), own.region.device)
+        other = on_device.in_region(_with_policy(own.region, policy), args[-2])
+        return on_device.log_entry(other, args[-2]), (other, *args[1:])
 
     def note(self, entry: decision_log.Entry) -> None:
         """Note the decision for a registered op; its casts and the op run next."""
@@ -351,6 +369,12 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         if self.looks_away and not self.is_here():
             self._mode.__enter__()  # type: ignore[no-untyped-call]
         self.looks_away = 0
+
+
+@cache
+def _with_policy(region: Region, policy: Policy) -> Region:
+    """Return a region with another policy; one object, as those that are in force."""
+    return replace(region, policy=policy)
 
 
 class _Mode(modes.OpMode):

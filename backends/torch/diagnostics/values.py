@@ -36,18 +36,16 @@ from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.blame import (
     CONSTANT,
     DIVIDING,
-    NO_EPS,
     SATURATING,
     UPDATE,
     Node,
     blame,
-    larger_eps,
     meant,
-    of_optimizer,
     rounded,
 )
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, SHIFT
+from polymp.diagnostics.remedy import NO_EPS, larger_eps, of_optimizer
 from polymp.dtypes import FORMATS
 
 # About so many values of a larger tensor are counted in bins, evenly spaced.

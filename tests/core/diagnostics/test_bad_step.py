@@ -34,7 +34,7 @@ def test_a_buffer_that_is_filled_again_is_copied_again(shape: tuple[int, ...]) -
 
 
 def fault(kind: str, run: str = "float16", module: str = "", why: str = "", **more: Any) -> Fault:
-    place = ("exp", "aten.exp", module, "net.py:7", "forward")
+    place = (more.pop("op", "exp"), "aten:exp", module, "net.py:7", "forward")
     return Fault(*place, kind, run, None, more.pop("inputs", ()), "Inf", why, **more)
 
 
@@ -45,24 +45,29 @@ GREW = (2.0, 1.0, 10.5), f"The loss grew from 1 to 10.5 in the steps before: l{R
 SIZE = f"is as large as 2e+18: lower the learning rate, clip the gradients, or look at the data.{UNTRIED}"  # noqa: E501
 CODE = "Change the code: of these inputs exp has no finite result in float32 either."
 FP32 = f"Give exp the rule fp32.{UNTRIED}"
+EPS = "Give it eps=1."
 GRAD = "Call zero_grad() before the backward pass, which adds to what is there."
-HEAD = "the rule fp32 in head"
+HEAD = "the rule fp32 in module 'head'"
+IN_HEAD: dict[str, Any] = {"module": "head", "region": "float16"}
 REMEDIES: list[tuple[Fault | None, tuple[float, ...], str]] = [
     (None, (1.0, 10.0), f"L{RATE}"),
     (None, *GREW),
     (fault("overflow"), *GREW),
-    (fault("number", remedy="Give it eps=1."), (), "Give it eps=1."),
+    (fault("number", remedy=EPS)._replace(direction="update"), (), EPS),
+    (fault("number", remedy=EPS), *GREW),
     (fault("input", why="'w.grad' is NaN"), (), GRAD),
     (fault("input", why="x is NaN"), (), "Look at the data or the parameters."),
     (fault("index", why="i is 9"), (), "Look at the data."),
     (fault("overflow", inputs=(LARGE._replace(name="w"),)), (), f"w {SIZE}"),
     (fault("overflow", inputs=(ONE, LARGE)), (), f"input 1 of exp {SIZE}"),
-    (fault("number", module="head"), (), f"Use another constant, or give exp {HEAD}.{UNTRIED}"),
+    (fault("number", **IN_HEAD), (), f"Use another constant, or give exp {HEAD}.{UNTRIED}"),
     (fault("operation"), (), CODE),
     (fault("overflow", "float32"), (), CODE),
-    (fault("operation", "bfloat16"), (), f"Look at its inputs, or g{FP32[1:]}"),
-    (fault("saturation"), (), FP32),
-    (fault("overflow", module="head"), (), f"Give exp {HEAD}, or use bfloat16.{UNTRIED}"),
+    (fault("operation", "bfloat16", region="bfloat16"), (), f"Look at its inputs, or g{FP32[1:]}"),
+    (fault("saturation", region="float16"), (), FP32),
+    (fault("saturation"), (), f"Run exp in float32.{UNTRIED}"),
+    (fault("overflow", op="to"), (), f"Leave this cast out, or use bfloat16.{UNTRIED}"),
+    (fault("overflow", **IN_HEAD), (), f"Give exp {HEAD}, or use bfloat16.{UNTRIED}"),
 ]  # fmt: skip
 
 

@@ -369,3 +369,51 @@ def test_scalers_of_classes_that_are_derived_are_put_back() -> None:
     step()
     assert locate(step) is None
     assert scaler.get_scale() == 16.0
+
+
+# --- the trial: see also tests/shared/test_remedies.py -------------------------------------------
+
+
+def overflowing(x: torch.Tensor) -> torch.Tensor:
+    """A step whose products are beyond float16, in a region of torch's own."""
+    with torch.autocast("cpu", torch.float16):
+        return (x @ x) * 1e4
+
+
+def test_a_remedy_is_tried_in_regions_of_torch_too() -> None:
+    fault: Any = locate(overflowing, torch.full((2, 2), 10.0))
+    assert (fault.op, fault.row) == ("mul", None)
+    assert fault.remedy.startswith("Give mul the rule fp32, with which this step was tried and is")
+
+
+@pytest.mark.parametrize("why", ["the batches end", "it is made for its dtypes"])
+def test_a_step_that_cannot_be_tried_says_so(why: str) -> None:
+    batches = iter([torch.full((2, 2), 10.0)] if why.startswith("the") else [])
+
+    def step(x: torch.Tensor | None) -> torch.Tensor:
+        made = overflowing(next(batches) if x is None else x)
+        assert made.dtype is torch.float16
+        return made
+
+    fault: Any = locate(step, None if why.startswith("the") else torch.full((2, 2), 10.0))
+    assert fault.op == "mul"
+    assert fault.remedy == "Give mul the rule fp32, or use bfloat16. That was not tried."
+
+
+def test_a_remedy_names_the_module_that_it_is_for() -> None:
+    class Square(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x
+
+    net = nn.Sequential(nn.Linear(2, 2), Square())
+    with torch.no_grad():
+        net[0].weight.fill_(300.0)
+
+    def step() -> torch.Tensor:
+        with autocast("cpu", torch.float16, policy="amp"):
+            return net(torch.ones(2, 2))  # type: ignore[no-any-return]
+
+    fault: Any = locate(step, model=net)
+    assert fault.remedy.startswith("Give mul the rule fp32 in module '1', with which this step")
+    polymp.torch.scoped(net, polymp.policy("amp").override(scopes={"1": {"mul": "fp32"}}))
+    assert step().isfinite().all()

@@ -1,0 +1,173 @@
+"""The change that helps where a step broke, and whether the step was tried with it.
+
+    a fault -> the step again, with ops in float32 -> the fault, with what helped
+    a fault of a run that cannot be repeated       -> what may help
+
+`locate` of both frameworks tries. Nothing here knows a framework.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import TypeGuard
+
+from polymp.diagnostics.audit_records import Fault
+from polymp.diagnostics.blame import UNTRIED_WIDE, UPDATE
+from polymp.rules.policy import Policy
+from polymp.rules.row import LOW
+from polymp.rules.vocabulary import vocabulary
+
+# Behind a remedy.
+UNTRIED = " That was not tried."
+TRIED = ", with which this step was tried and is finite"
+
+# Repeats a step with a change of the policies of its regions; returns its fault, and the names of
+# the ops in the regions, in order.
+Repeat = Callable[[Callable[[Policy], Policy]], tuple[Fault | None, Sequence[str]]]
+
+# So many ops that break one after another are named; of more, it is better to use another dtype.
+_MOST = 3
+
+
+def tried(fault: Fault, repeat: Repeat) -> Fault:
+    """Repeat a step with ops in float32; return its fault with what helped.
+
+    Or another fault, if the step breaks there with all ops in float32: no dtype is to blame then.
+    """
+    if not fault.region or fault.direction == UPDATE or fault.kind in ("input", "index", "inside"):
+        return fault
+    named: dict[str, str] = {}  # ops in float32, as policies call them, each with its modules
+    found: Fault | None = fault
+    while _breaks(found) and found.region and len(named) < _MOST:
+        op = found.op if vocabulary().op_of(found.op) else found.spelling
+        if named.get(op) in ("", found.module):
+            break  # it was in float32
+        named[op] = "" if op in named else found.module
+        found, _ = repeat(_with_float32(named))
+    known = fault._replace(why=fault.why.removesuffix(f"; {UNTRIED_WIDE}"))
+    if not _breaks(found):
+        first = "Use another constant, or give" if fault.kind == "number" else "Give"
+        wider = fault.run == "float16" and fault.kind in ("overflow", "underflow")
+        other = f" Or use bfloat16.{UNTRIED}" if wider else ""
+        return known._replace(remedy=f"{first} {_listed(named)}{_so(found)}{other}")
+    found, ran = repeat(_all_in_float32)
+    if not _breaks(found):
+        return known._replace(remedy=_before(fault.op, ran, repeat))
+    if found.run in LOW:  # an op that is in no policy's hands
+        return fault._replace(remedy=remedy_of(fault))
+    code = "Change the code: this step was tried with all ops in float32, and is not finite either."
+    if found[:6] == fault[:6]:  # the same op, at the same place, of the same kind
+        return known._replace(remedy=code)
+    return found._replace(remedy=code.replace("float32,", "float32, as shown here,"))
+
+
+def _breaks(found: Fault | None) -> TypeGuard[Fault]:
+    """True if a repeated step has a fault of its own, and not what an earlier one left."""
+    return found is not None and found.kind != "input"
+
+
+def _so(found: Fault | None) -> str:
+    """The end of a sentence on a change after which a step does not break."""
+    if found is None:
+        return f"{TRIED}."
+    return f". With that, this step was tried, and is finite but for what it is given: {found.why}."
+
+
+def _listed(ops: Mapping[str, str]) -> str:
+    """Ops in the modules that they are given for, and the rule for them, in words."""
+    if len({*ops.values()}) > 1:
+        some = (f"{op} (in module {module!r})" if module else op for op, module in ops.items())
+        return f"{' and '.join(some)} the rule fp32"
+    module = next(iter(ops.values()))
+    return f"{' and '.join(ops)} the rule fp32{f' in module {module!r}' if module else ''}"
+
+
+def _with_float32(ops: Mapping[str, str]) -> Callable[[Policy], Policy]:
+    """The change that gives ops the rule fp32, in their modules; "" stands for all."""
+    rules = {op: "fp32" for op, module in ops.items() if not module}
+    scopes: dict[str, dict[str, str]] = {}
+    for op, module in ops.items():
+        if module:
+            scopes.setdefault(module, {})[op] = "fp32"
+    return cache(lambda policy: policy.override(rules=rules, scopes=scopes))
+
+
+@cache
+def _all_in_float32(policy: Policy) -> Policy:
+    plain = replace(policy, rows=tuple(row for row in policy.rows if not row.scope))
+    return plain.override(rules={"all": "fp32"})
+
+
+def _before(op: str, ops: Sequence[str], repeat: Repeat) -> str:
+    """The remedy where ops before one made its inputs wrong, and in float32 all are finite."""
+    names = [name for name in dict.fromkeys(ops) if vocabulary().op_of(name)]
+    low, high = 0, len(names)  # with the first `low` in float32 the step is not finite
+    while high - low > 1:
+        middle = (low + high) // 2
+        found, _ = repeat(_with_float32(dict.fromkeys(names[:middle], "")))
+        low, high = (middle, high) if _breaks(found) else (low, middle)
+    for some in (names[low:high], names[:high]):
+        if 0 < len(some) <= _MOST:
+            found, _ = repeat(_with_float32(dict.fromkeys(some, "")))
+            if not _breaks(found):
+                return f"Give {_listed(dict.fromkeys(some, ''))}{_so(found)}"
+    how = "this step was tried with all ops in float32, and does not break"
+    return f"Give the ops before {op} the rule fp32: {how}."
+
+
+def remedy_of(fault: Fault) -> str:
+    """Return the change that may help where an op made a value that is not finite."""
+    if fault.remedy:
+        return fault.remedy
+    if fault.kind == "input" and ".grad" in fault.why:
+        return "Call zero_grad() before the backward pass, which adds to what is there."
+    if fault.kind == "input":
+        return "Look at the data or the parameters."
+    if fault.kind == "index":
+        return "Look at the data."
+    place = f" in module {fault.module!r}" if fault.module else ""
+    ruled = fault.region and vocabulary().op_of(fault.op)  # else a policy has no say in it
+    wide = f"give {fault.op} the rule fp32{place}" if ruled else f"run {fault.op} in float32{place}"
+    if fault.op == "to":
+        wide = "leave this cast out"
+    if fault.kind == "number":
+        return f"Use another constant, or {wide}.{UNTRIED}"
+    tried = fault.run != "bfloat16" and not fault.why.endswith(UNTRIED_WIDE)
+    if fault.kind == "operation" and not tried:
+        return f"Look at its inputs, or {wide}.{UNTRIED}"
+    if fault.kind == "operation" or fault.run == "float32":
+        made = f" If ops in {fault.region} made them wrong, give those the rule fp32.{UNTRIED}"
+        return (
+            f"Change the code: of these inputs {fault.op} has no finite result in float32 either."
+            f"{made if fault.region else ''}"
+        )
+    other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
+    return f"{wide[0].upper()}{wide[1:]}{other}.{UNTRIED}"
+
+
+# An optimizer that breaks a step.
+
+# Where numbers grow without bound.
+SLOWER = f"Lower the learning rate, or clip the gradients.{UNTRIED}"
+
+NO_EPS = "the number that keeps its divisor from zero is zero"
+
+
+def larger_eps(dtype: str) -> float:
+    """Return an eps that is not zero in a dtype, with digits to spare."""
+    return 1e-4 if dtype == "float16" else 1e-8
+
+
+def of_optimizer(framework: str, kind: str, dtype: str, lost: str = "", tried: bool = False) -> str:
+    """Return the change that helps where an optimizer made a value that is not finite.
+
+    `lost` is a clause on an eps, "Adam's eps is 0", and `tried` says whether the step was finite
+    with a larger one.
+    """
+    wide = f"keep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
+    if kind == "number":
+        how = TRIED if tried else ""
+        or_wide = f", or {wide}" if dtype in LOW else "."
+        give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
+        return f"{lost}, so that it divides by zero. {give}"
+    return f"{wide[0].upper()}{wide[1:]}{UNTRIED}" if kind == "overflow" else SLOWER

@@ -22,7 +22,7 @@ UNTRIED = " That was not tried."
 TRIED = ", with which this step was tried and is finite"
 
 # Repeats a step with a change of the policies of its regions; returns its fault, and the names of
-# the ops in the regions, in order.
+# its ops, in order.
 Repeat = Callable[[Callable[[Policy], Policy]], tuple[Fault | None, Sequence[str]]]
 
 # So many ops that break one after another are named; of more, it is better to use another dtype.

@@ -197,7 +197,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
 
         def again(change: Callable[[Policy], Policy]) -> tuple[Fault | None, Sequence[str]]:
             program = MeasuredCall(traced(fn, args, kwargs, change), once=True)
-            return located(program)[0], [call.op for call in program.calls if call.region]
+            return located(program)[0], [call.op for call in program.calls]
 
         try:
             return tried(fault, again)

@@ -88,19 +88,14 @@ def locate(
         model = next((leaf for leaf in (step_fn, *leaves) if isinstance(leaf, nn.Module)), None)
     given = leaves if all(isinstance(leaf, _KNOWN) for leaf in leaves) else None
     step = partial(step_fn, *args, **kwargs)
-    fault, values = _replayed(step, model, given)
+    fault, ops, talked = _replayed(step, model, given)
     if fault is None:
         why = "the step ran no op of torch, so that there was nothing to look at"
-        tell_nothing_found(why * (not values.events))
-    elif not values.has_met:  # other ranks may have found nothing, and would not come again
-
-        def again(change: Callable[[Policy], Policy]) -> tuple[Fault | None, Sequence[str]]:
-            found, ran = _replayed(step, model, given, change)
-            return found, [event.op_call.op for event in ran.events if event.op_call.region]
-
+        tell_nothing_found(why * (not ops))
+    elif not talked:  # other ranks may have found nothing, and would not come again
         try:
-            fault = tried(fault, again)
-        except Exception:  # the step is made for its own dtypes, or for one more call at most
+            fault = tried(fault, lambda change: _replayed(step, model, given, change)[:2])
+        except Exception:  # the step is made for its own dtypes, or cannot be called again
             fault = fault._replace(remedy=remedy_of(fault))
     return fault
 
@@ -114,28 +109,31 @@ def _replayed(
     model: nn.Module | None,
     given: Sequence[Any] | None,
     change: Callable[[Policy], Policy] | None = None,
-) -> tuple[Fault | None, "LocateValues"]:
-    """Run a step and put back what it wrote; with a change, by other policies than its own."""
+) -> tuple[Fault | None, list[str], bool]:
+    """Run a step and put back what it wrote; with a change, by other policies than its own.
+
+    Returns its fault, the names of its ops, and whether it has talked to other ranks.
+    """
     values = LocateValues(model, given)
     stream = OpStream(model, values, counts=False)
     stream.instead = change
     try:
         with torch.random.fork_rng(range(torch.cuda.device_count())), stream:
             step()
-        return values.fault(), values
+        fault = values.fault()
     except Exception as error:
         fault = values.fault()
-        if fault is not None:
-            return fault, values
-        if isinstance(error, StopIteration):
+        if isinstance(error, StopIteration) and fault is None:
             raise RuntimeError(
                 "locate(step_fn, *args) calls the step once more, and an iterator that it reads, "
                 "such as a data loader's, has ended. Give the step its batch as an argument: "
                 "locate(step_fn, batch)."
             ) from error
-        raise
+        if fault is None:
+            raise
     finally:
         values.put_back()
+    return fault, [event.op_call.op for event in values.events], values.has_talked
 
 
 class LocateValues(Values):
@@ -164,7 +162,7 @@ class LocateValues(Values):
         self._dicts = [(own, _copied(own)) for own in map(vars, scalers)]
 
     @property
-    def has_met(self) -> bool:
+    def has_talked(self) -> bool:
         """Whether the step has talked to other ranks."""
         return self._meeting.with_others
 

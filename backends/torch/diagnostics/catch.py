@@ -366,7 +366,7 @@ class Catch(CaughtStep[P, R]):
         copy.before.put_back()
         model = copy.objects.models[0] if len(copy.objects.models) == 1 else None
         fault = replay.locate(fn, *call.args, model=model, **kwargs)
-        copy.before.put_back()  # locate leaves what it does not know, such as schedulers
+        copy.before.put_back()  # locate leaves what it does not know
         return fault, ""
 
 

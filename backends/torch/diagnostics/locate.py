@@ -15,6 +15,7 @@ import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.lr_scheduler import LRScheduler
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
 from polymp.backends.torch.diagnostics.op_call import Ran, facts_of, tensors
@@ -49,8 +50,8 @@ def locate(
     it finite. If it breaks with all ops in float32, too, the fault of that call is returned.
 
     Tensors that the step writes in place, `.grad` of leaves, the parameters and states of torch's
-    optimizers, loss scalers (torch.amp's and polymp's) and torch's random state are put back
-    afterwards. Other objects that the step changes are not.
+    optimizers and of its schedulers, loss scalers (torch.amp's and polymp's) and torch's random
+    state are put back afterwards. Other objects that the step changes are not.
 
     A step that talks to other ranks, as one of DistributedDataParallel or FSDP does, is replayed by
     all of them: call `locate` on every rank.
@@ -152,14 +153,16 @@ class LocateValues(Values):
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._keep_grads(model.parameters() if model is not None else ())  # may go before any op
         self._steps: list[Snapshot] = []  # before those of optimizers
-        self._dicts: list[tuple[Any, Any]] = []  # of loss scalers, with copies
+        self._dicts: list[tuple[Any, Any]] = []  # of scalers and schedulers, with copies
 
     def begin(self) -> None:
         hook = register_module_forward_pre_hook(self._meeting.module)
         self.stream.callback(hook.remove)
-        kinds = {kind for scaler in _SCALERS for kind in _derived(scaler)}
-        scalers = [it for it in gc.get_referrers(*kinds) if type(it) in kinds]  # refer to classes
-        self._dicts = [(own, _copied(own)) for own in map(vars, scalers)]
+        kinds = {kind for each in _CHANGED for kind in _derived(each)}
+        found = [it for it in gc.get_referrers(*kinds) if type(it) in kinds]  # refer to classes
+        self._dicts = [(own, _copied(own)) for own in map(vars, found)]
+        scheduled = [it.optimizer for it in found if isinstance(it, LRScheduler)]
+        self._steps.append(Snapshot(settings=scheduled))
 
     @property
     def has_talked(self) -> bool:
@@ -238,7 +241,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-_SCALERS = (torch.amp.GradScaler, GradScaler, AsyncRead)
+# Classes whose objects a step changes.
+_CHANGED = (torch.amp.GradScaler, GradScaler, AsyncRead, LRScheduler)
 
 
 def _derived(kind: type[Any]) -> Iterator[type[Any]]:

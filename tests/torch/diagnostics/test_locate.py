@@ -46,6 +46,43 @@ def test_all_that_a_step_writes_is_put_back(what: tuple[Any, ...], started: bool
     assert same(*after)
 
 
+SCHEDULERS: dict[str, Any] = {
+    "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 1),
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, 10),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "several": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o, [torch.optim.lr_scheduler.ConstantLR(o), torch.optim.lr_scheduler.StepLR(o, 1)], [2]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_is_put_back(name: str) -> None:
+    """Where the scaler skips the optimizer, and the step is called again to try what helps."""
+    p = nn.Parameter(torch.full((2, 2), 10.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+    scheduler = SCHEDULERS[name](optimizer)
+
+    def step(factor: float) -> None:
+        loss = (overflowing(p) * factor).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step(*[loss.item()] * (name == "plateau"))
+        optimizer.zero_grad()
+
+    def state() -> tuple[Any, ...]:
+        settings = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        return scheduler.state_dict(), settings, p.tolist()
+
+    step(1e-4)
+    before = str(state())
+    fault: Any = locate(step, 1.0)
+    assert fault.op == "mul"
+    assert str(state()) == before
+
+
 def test_a_replay_that_puts_nothing_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.LocateValues, "put_back", lambda _: None)
     training = Training("convolution", "bf16")

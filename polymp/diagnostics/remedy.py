@@ -53,8 +53,12 @@ def tried(fault: Fault, repeat: Repeat) -> Fault:
     found, ran = repeat(_all_in_float32)
     if not _breaks(found):
         return known._replace(remedy=_before(fault.op, ran, repeat))
-    if found.run in LOW:  # an op that is in no policy's hands
-        return fault._replace(remedy=remedy_of(fault))
+    if found.run in LOW:  # in no policy's hands
+        at = f" {found.source}" if found.source else ""
+        where = f"breaks at {found.op}{at}, where the program itself asks for {found.run}"
+        how = f"With all ops in float32 this step was tried, and {where}: change that"
+        bfloat16 = ", or use bfloat16" if found.run == "float16" else ""
+        return known._replace(remedy=f"{how}{bfloat16}.{UNTRIED}")
     code = "Change the code: this step was tried with all ops in float32, and is not finite either."
     if found[:6] == fault[:6]:  # the same op, at the same place, of the same kind
         return known._replace(remedy=code)

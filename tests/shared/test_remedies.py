@@ -86,6 +86,19 @@ def test_what_is_said_was_tried(fw: ModuleType, case: Broken) -> None:
         assert located(fw.name, fn, case.low, written(policy, fault.remedy), x) is None
 
 
+def test_a_dtype_that_the_program_asks_for_is_told_from_that_of_a_region(fw: ModuleType) -> None:
+    fault = located(
+        fw.name, lambda x: fw.cast((x @ x) * 1e3, "float16") * 1, "float16", "amp",
+        fw.array(20 * np.eye(2)),
+    )  # fmt: skip
+    assert fault is not None
+    how = (
+        r"With all ops in float32 this step was tried, and breaks at [a-z]+ \w+\.py:\d+, where the"
+    )
+    what = r" program itself asks for float16: change that, or use bfloat16\. That was not tried\."
+    assert re.fullmatch(how + what, fault.remedy), str(fault)
+
+
 def test_without_a_region_nothing_is_tried(fw: ModuleType) -> None:
     """No rule would hold there."""
     fault = import_module(f"polymp.{fw.name}").locate(lambda x: x * x, fw.array([300.0], "float16"))

@@ -406,7 +406,9 @@ class Values(Subscriber):
         place = ran.op_call.place
         if ran.facts.writes and ran.op_call.direction == BACKWARD and not place.source:
             self._provenance.accumulated(ran.reads[0])
-        self._origins = tuple(map(self._provenance.origin, ran.reads))
+        over = ran.unread if ran.facts.writes else ()  # of torch.empty, whose numbers are of no one
+        origin = self._provenance.origin
+        self._origins = tuple([None if id(t) in over else origin(t) for t in ran.reads])
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         facts, reads, op_call = ran.facts, ran.reads, ran.op_call

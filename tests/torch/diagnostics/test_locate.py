@@ -408,6 +408,22 @@ def test_scalers_of_classes_that_are_derived_are_put_back() -> None:
     assert scaler.get_scale() == 16.0
 
 
+@pytest.mark.parametrize("how", ["copy_", "out="])
+def test_what_is_written_over_is_not_what_an_op_was_given(how: str) -> None:
+    """Memory of torch.empty, which may have any numbers."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = torch.full((4,), math.nan, dtype=torch.float16)
+        if how == "copy_":
+            y.copy_(x.float() * 1e5)
+        else:
+            torch.mul(x, 1e5, out=y)
+        return y.sum()
+
+    fault: Any = locate(step, torch.ones(4, dtype=torch.float16))
+    assert (fault.op, fault.kind) == ("copy_" if how == "copy_" else "mul", "overflow")
+
+
 # --- the trial: see also tests/shared/test_remedies.py -------------------------------------------
 
 

@@ -43,6 +43,7 @@ AS_A_WHOLE = Rule.LOWER, Rule.FP32_KEEP
 Function = Callable[..., Any]
 
 
+@cache
 def make(name: str, device: str, key: str) -> Function | None:
     """Make the kernel of an op on an autocast key; None if the op cannot have one of ours."""
     op = dispatcher.overload(name)
@@ -255,17 +256,17 @@ class OpOnDevice:
 
     def log_entry(self, in_region: OpInRegion, args: Sequence[Any]) -> decision_log.Entry:
         """Return the log entry of a call."""
-        name, region, row = self.name, in_region.region, in_region.row
+        name, region, row, recipe = self.name, in_region.region, in_region.row, ""
         decision = Decision(Rule.PARTS) if row is None else self.decide(in_region, args)
-        at = "torch", vocabulary().of_aten(name), f"aten:{name}", region.dtype, region.scope
-        asked = tuple(self.dtypes(args))
-        entry = decision_log.Entry(*at, row, asked, decision, in_region.policy.name)
-        if decision.rule is not Rule.FP8:
-            as_mul = "it adds nothing up: a multiplication" if in_region.as_mul else ""
-            return entry._replace(fallback=as_mul)
-        recipe = RECIPES[in_region.policy.fp8]
-        why = fp8_product.why_not(name, region, recipe, args)
-        return entry._replace(recipe="" if why else recipe.name, fallback=why)
+        fallback = "it adds nothing up: a multiplication" if in_region.as_mul else ""
+        if decision.rule is Rule.FP8:
+            fp8 = RECIPES[in_region.policy.fp8]
+            fallback = fp8_product.why_not(name, region, fp8, args)
+            recipe = "" if fallback else fp8.name
+        return decision_log.Entry(
+            "torch", vocabulary().of_aten(name), f"aten:{name}", region.dtype, region.scope, row,
+            tuple(self.dtypes(args)), decision, in_region.policy.name, recipe, fallback,
+        )  # fmt: skip
 
     def run(
         self, in_region: OpInRegion, cast: CastFunction, call: Function, args: Any, kwargs: Any

@@ -202,14 +202,21 @@ def repeatable(op: torch._ops.OpOverload) -> bool:
 
 def written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among an op's arguments that it writes."""
-    silent = op.overloadpacket.__name__ in _SILENT
-    for at, argument in enumerate(op._schema.arguments):
-        says = argument.alias_info is not None and argument.alias_info.is_write
-        if says or (silent and argument.name in _STATISTICS):
-            value = args[at] if at < len(args) else kwargs.get(argument.name)
-            for t in value if isinstance(value, (list, tuple)) else (value,):
-                if isinstance(t, torch.Tensor):
-                    yield t
+    for at, name in _written_places(op):
+        value = args[at] if at < len(args) else kwargs.get(name)
+        for t in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(t, torch.Tensor):
+                yield t
+
+
+@functools.cache
+def _written_places(op: torch._ops.OpOverload) -> list[tuple[int, str]]:
+    named = _STATISTICS if op.overloadpacket.__name__ in _SILENT else ()
+    return [
+        (at, a.name)
+        for at, a in enumerate(op._schema.arguments)
+        if (a.alias_info is not None and a.alias_info.is_write) or a.name in named
+    ]
 
 
 # Autograd: the nodes of the graph, tensors saved for backward, checkpoints.

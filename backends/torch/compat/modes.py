@@ -1,7 +1,7 @@
 """Dispatch modes, transforms of torch.func, tensor classes, storages and FLOPs."""
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -202,10 +202,15 @@ def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int
         if name.endswith("_backward"):
             return _attention(args[1:4], (3, 2))
         return _attention(args[:3], (1, 1))
+    formula = _formulas().get(op.overloadpacket)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+
+
+@cache  # an import takes long at each op
+def _formulas() -> dict[Any, Any]:
     from torch.utils import flop_counter
 
-    formula = flop_counter.flop_registry.get(op.overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+    return flop_counter.flop_registry
 
 
 # Where the first matrix stands among the arguments of a product of two.

@@ -15,9 +15,11 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from polymp.backends.torch.compat import dispatcher
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, Ran
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import (
+    ROWS,
     BinTable,
     Event,
     Lost,
@@ -142,6 +144,9 @@ class Tally:
         return found if not all(map(math.isfinite, rest)) else found.unmasked()
 
 
+_MODES = dispatcher.keyset("Python")  # the key of dispatch modes
+
+
 # At each call site, one of so many calls is compared with float32, the first among them.
 _EVERY = 16
 _ALWAYS = DIVIDING | SATURATING  # but of these ops each call
@@ -159,7 +164,7 @@ class AuditValues(Values):
         self._visits: Counter[Any] = Counter()
         self._call: OpCall | None = None
         self._part = 0  # the call whose kernels run, and how many have
-        self._tables: dict[torch.device, BinTable] = {}
+        self._tables: dict[torch.device, BinTable] = {}  # that have rows left
         # Of results, by backward pass and call site; of gradients, by pass and parameter.
         self.sites: dict[tuple[Any, ...], Tally] = {}
         self._made_at: dict[int, int] = {}  # by number of an event, that of a site
@@ -207,10 +212,10 @@ class AuditValues(Values):
     def _tally(self, key: tuple[Any, ...], t: torch.Tensor) -> Tally:
         """Return the counts of a key, new ones for tensors like `t` if it has none."""
         if (tally := self.sites.get(key)) is None:
-            if t.device not in self._tables:
-                self._tables[t.device] = BinTable(t.device)
-            tally = Tally(self._tables[t.device], self.ranges, len(self.sites))
-            self.sites[key] = tally
+            table = self._tables.get(t.device)
+            if table is None or table.rows == ROWS:
+                table = self._tables[t.device] = BinTable(t.device)
+            tally = self.sites[key] = Tally(table, self.ranges, len(self.sites))
         return tally
 
     # Backward passes and gradients
@@ -228,7 +233,7 @@ class AuditValues(Values):
     def _gradient(self, name: str, p: torch.Tensor) -> None:
         if p.grad is None or not measurable(p.grad):
             return
-        with Own(), torch.no_grad():
+        with Own(), torch.no_grad(), dispatcher.ExcludeKeys(_MODES):
             of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
             tally = self._tally((len(self.scales) - 1, *of), p.grad)
             tally.add(p.grad, self.ranges.add(p.grad))

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
-from polymp.backends.torch.diagnostics.op_call import Ran, facts_of, tensors
+from polymp.backends.torch.diagnostics.op_call import OpFacts, Ran, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real
 from polymp.backends.torch.scaler.device_state import AsyncRead
@@ -171,8 +171,7 @@ class LocateValues(Values):
 
     # What the step writes
 
-    def sees(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
-        facts = facts_of(func)
+    def sees(self, facts: OpFacts, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
         self._keep_grads(tensors(*args, *kwargs.values()))
         if facts.receives and distributed.talks(func):
             self._meeting.wait(func.name())
@@ -200,11 +199,11 @@ class LocateValues(Values):
         return modes.storage_key(t) in self._new or self._provenance.maker(t) is not None
 
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        super().stepping(optimizer, closure)  # first: it has the stream look away
         params = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [(p, p.grad) for p in params if p.grad is not None]  # a fused step may scale them
         old = [p for p, grad in grads if not self._is_own(grad)]
         self._steps.append(Snapshot(params, grads=old, optimizers=[optimizer]))
-        super().stepping(optimizer, closure)
 
     def put_back(self) -> None:
         """Give all that the step wrote its old values back."""

@@ -266,7 +266,9 @@ _OFF = dispatcher.autocast_keys(torch_table.DEVICES)
 class _Busy(threading.local):
     """The number of measurements that run in this thread: their ops belong to no program."""
 
-    depth = 0
+    def __init__(self) -> None:
+        self.depth: int = 0
+        self.guard: Any = dispatcher.ExcludeKeys(_OFF)  # of the outermost: to make one takes long
 
 
 _busy = _Busy()
@@ -282,12 +284,13 @@ class Own:
 
     def __enter__(self) -> None:
         _busy.depth += 1
-        self._guard = dispatcher.ExcludeKeys(_OFF)
-        self._guard.__enter__()
+        if _busy.depth == 1:
+            _busy.guard.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        self._guard.__exit__(*error)
         _busy.depth -= 1
+        if not _busy.depth:
+            _busy.guard.__exit__(*error)
 
 
 # Call sites: the module whose call runs, and the line of the user's code.

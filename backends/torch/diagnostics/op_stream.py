@@ -32,6 +32,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     CallSites,
     OpCall,
+    OpFacts,
     Own,
     Ran,
     dtypes,
@@ -67,7 +68,7 @@ class Subscriber:
     def begin(self) -> None:
         """Called when the stream begins; the stream is a stack for all that has to be left."""
 
-    def sees(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
+    def sees(self, facts: OpFacts, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
         """Called before every op, also one that the classes of its arguments take apart."""
 
     def before(self, ran: Ran) -> None:
@@ -391,12 +392,12 @@ class _Mode(modes.OpMode):
         stream, hear = self.stream, self.stream.hear
         followed = isinstance(func, torch._ops.OpOverload) and not running()
         if followed:
-            hear.sees(func, args, kwargs)
-        if modes.unwrapped_first(types):
+            facts = facts_of(func)
+            hear.sees(facts, func, args, kwargs)
+        if types and modes.unwrapped_first(types):
             return NotImplemented
         if not followed or stream.looks_away:
             return func(*args, **kwargs)
-        facts = facts_of(func)
         if facts.kind == "view":
             stream.view(func, args, sys._getframe(1))
             return func(*args, **kwargs)

@@ -244,7 +244,9 @@ class Probes:
 
     def unknown(self, *given: object) -> bool:
         """Return whether no one knows how far some tensor is moved: an op failed in probes."""
-        keys = map(modes.storage_key, tensors(*given) if self.left_out[FAILS] else ())
+        if not self.left_out.get(FAILS):
+            return False
+        keys = map(modes.storage_key, tensors(*given))
         return any(key in self._memory and self._memory[key].numbers is None for key in keys)
 
     def _begun(self, t: torch.Tensor) -> torch.Tensor:

@@ -476,6 +476,8 @@ class _Step(Subscriber):
             self._made(first, (array,))
 
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+        if not closure and not self._probes.count:  # of its ops none is recorded
+            self.stream.look_away()
         if id(optimizer) not in self._stepped:
             self._stepped.add(id(optimizer))
             for group in optimizer.param_groups:
@@ -487,8 +489,6 @@ class _Step(Subscriber):
                 moved = self._probes.of(p)
                 copy = None if moved is None else moved.clone()
                 self._old[name] = p.detach().clone(), copy
-        if not closure and not self._probes.count:  # of its ops none is recorded
-            self.stream.look_away()
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer changes."""
@@ -500,10 +500,10 @@ class _Step(Subscriber):
         ]
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
-        if not closure and not self._probes.count:
-            self.stream.go_on()
         self._sum_up()
         self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
+        if not closure and not self._probes.count:
+            self.stream.go_on()
 
     def _gradients(self, names: Iterable[str]) -> None:
         """Sum up the gradients of parameters."""

@@ -173,45 +173,47 @@ class BinTable:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._rows = 0
-        self._counts: torch.Tensor | None = None
-        self._waiting: list[torch.Tensor] = []
+        self.rows: int = 0  # that are used, of `ROWS`
+        with torch.inference_mode(False):
+            self._counts = torch.zeros(ROWS, BINS, dtype=torch.int32, device=device)
+            self._waiting = torch.empty(_TOGETHER, device=device, dtype=torch.float32)
+        self._sizes: list[int] = []  # of the samples that wait, one after the other
         self._firsts: list[int] = []  # for each of these, where its row begins in the table
+        self._end = 0  # of the last
 
     def new_row(self) -> int:
         """Return the number of a row that is not used yet."""
-        self._rows += 1
-        return self._rows - 1
+        self.rows += 1
+        return self.rows - 1
 
     def add(self, row: int, t: torch.Tensor) -> None:
         """Count the magnitudes in a sample of a measurable tensor."""
-        self._waiting.append(sample(t).to(self._device, torch.float32, copy=True))
-        self._firsts.append(row * BINS)
-        if len(self._waiting) == _TOGETHER:
+        values = sample(t)
+        size = values.numel()
+        if self._end + size > _TOGETHER:
             self._count()
+        start, self._end = self._end, self._end + size
+        self._waiting[start : self._end] = values
+        self._sizes.append(size)
+        self._firsts.append(row * BINS)
 
     def _count(self) -> None:
         with torch.inference_mode(False), torch.no_grad():
-            if self._counts is None or len(self._counts) < self._rows:
-                old, rows = self._counts, max(2 * self._rows, 256)
-                self._counts = torch.zeros(rows, BINS, dtype=torch.int32, device=self._device)
-                if old is not None:
-                    self._counts[: len(old)] = old
-            firsts = np.repeat(np.array(self._firsts, np.int32), [*map(len, self._waiting)])
-            places = bins_of(torch.cat(self._waiting))
+            firsts = np.repeat(np.array(self._firsts, np.int32), self._sizes)
+            places = bins_of(self._waiting[: self._end])
             places += torch.from_numpy(firsts).to(self._device, non_blocking=True)
-            ones = torch.ones(1, dtype=torch.int32, device=self._device).expand(len(places))
-            self._counts.view(-1).index_add_(0, places, ones)  # bincount would wait
-        self._waiting, self._firsts = [], []
+            self._counts.view(-1).index_add_(0, places, torch.ones_like(places))  # bincount waits
+        self._sizes, self._firsts, self._end = [], [], 0
 
     def read(self, row: int) -> tuple[int, ...]:
         """Return the counts in a row. Waits for the device."""
-        if self._waiting:
+        if self._end:
             self._count()
-        return (0,) * BINS if self._counts is None else tuple(self._counts[row].tolist())
+        return tuple(self._counts[row].tolist())
 
 
-_TOGETHER = 64  # samples that are counted together
+ROWS = 256  # of a table: a larger one would have to be copied as it grows
+_TOGETHER = 64 * SAMPLE  # values that are counted together
 
 
 # Dtype and shape of the float tensors that an op reads.
@@ -239,7 +241,7 @@ class Event:
     @property
     def inputs(self) -> tuple[int, ...]:
         """The events that made the tensors that it read."""
-        return tuple(at for at in self.origins if at is not None and at >= 0)
+        return tuple([at for at in self.origins if at is not None and at >= 0])
 
     @property
     def divisors(self) -> tuple[int, ...] | None:
@@ -433,7 +435,7 @@ class Values(Subscriber):
         given = not all(map(math.isfinite, floats))
         func = None if ran.casts else ran.func
         event = Event(op_call, origins, run, self._seen(reads), func, single, given)
-        if not op_call.place.updating:
+        if floats and not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
         event.ranges = self.ranges.add_each(self._still_bad(ran.into) or results)
         saturates = not ran.casts and op_call.op in SATURATING
@@ -760,11 +762,12 @@ def moments(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of more than one number in an optimizer's state of a parameter."""
     state: Any = optimizer.state.get(p, {})
-    tensors = [(key, t) for key, t in dict(state).items() if isinstance(t, torch.Tensor)]
     return {
         f"{key} of {name}": t
-        for key, t in tensors
-        if (t.is_floating_point() or t.is_complex()) and t.numel() > 1
+        for key, t in state.items()
+        if isinstance(t, torch.Tensor)
+        and t.numel() > 1
+        and (t.is_floating_point() or t.is_complex())
     }
 
 

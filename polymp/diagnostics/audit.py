@@ -345,7 +345,8 @@ def _quoted(text: str) -> str:
 def _suggested(audit: Audit, policy: Policy) -> Suggestion:
     fault = audit.fault
     if fault is not None and (fault.remedy or fault.kind in ("input", "index", "operation")):
-        why = f"{_at(fault)}: {fault.why}. {remedy_of(fault)}"
+        tries = _LOCATE if fault.kind == "operation" and fault.region else ""
+        why = f"{_at(fault)}: {fault.why}. {remedy_of(fault)}{tries}"
         causes = _lost_before(audit, fault) if fault.kind == "operation" else []
         rows = _raised(causes, policy)
         return replace(rows, reasons=(why, *rows.reasons))
@@ -453,8 +454,10 @@ def _hopeless(audit: Audit) -> str:
                 holds = f"{beyond.name or 'an input'} holds {beyond.largest:.3g}"
                 inputs = f"{holds}, and float16 ends at {_TOP:g}: the inputs"
             back = f" {_GIVE}" * (fault.direction == BACKWARD)
-            holds = "are beyond float16's range, and bfloat16 holds them. The rule fp32 for"
-            return f"{_at(fault)}: {inputs} {holds} {fault.op} may do, too.{back}"
+            holds = "are beyond float16's range, and bfloat16 holds them."
+            wide = fault.row is not None and fault.row.rule is Rule.FP32
+            other = "" if wide else f" The rule fp32 for {fault.op} may do, too."
+            return f"{_at(fault)}: {inputs} {holds}{other}{back}"
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]
     if len({(m.op, _alike(m.module)) for m in burst}) < PLACES:
@@ -479,7 +482,7 @@ def _raised(found: Sequence[Place], policy: Policy, readers: Sequence[Measured] 
         why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
         own = inside.setdefault(scope, {}) if scope else rules
         if not of:
-            reasons.append(f"{why} No row can be for it: change the program.")
+            reasons.append(f"{why} No row can be for it: change the program.{_LOCATE}")
         elif one.row is not None and one.row.rule is Rule.FP32 and one.row in policy.rows:
             reasons.append(f"{why} The row {one.row} says float32 already: change the program.")
         elif of not in own:
@@ -488,6 +491,8 @@ def _raised(found: Sequence[Place], policy: Policy, readers: Sequence[Measured] 
     scoped = {scope: own for scope, own in inside.items() if own}
     return Suggestion(rules, scoped, reasons=tuple(reasons))
 
+
+_LOCATE = " locate tries which ops before it help in float32."
 
 _READS = "it reads the values that were lost, and would round them again."
 

@@ -193,15 +193,18 @@ def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
 
     An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf is 0.
     A softmax or a clamp, though, gives the same for Inf and for the number it was; but not a clamp
-    in a wider dtype, whose bound may be above that number.
+    in a wider dtype, whose bound may be above that number. Between the two, as where a mask is
+    added, it may be an Inf still.
     """
     readers = _readers(nodes)
-    hidden = [
-        node.burst
-        and not node.cast
-        and not all(_takes_up(node, nodes[r]) or not nodes[r].value for r in readers[at])
-        for at, node in enumerate(nodes)
-    ]
+    taken = [True] * len(nodes)  # by each that reads it as a value
+    for at in range(len(nodes) - 1, -1, -1):
+        taken[at] = all(
+            taken[r] if nodes[r].bad else _takes_up(nodes[at], nodes[r])
+            for r in readers[at]
+            if nodes[r].value
+        )
+    hidden = [node.burst and not (node.cast or taken[at]) for at, node in enumerate(nodes)]
     return _reaching(nodes, readers), hidden
 
 

@@ -9,10 +9,11 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import UNTRIED_WIDE, UPDATE
+from polymp.diagnostics.call_record import BACKWARD
 from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
 from polymp.rules.vocabulary import vocabulary
@@ -21,38 +22,57 @@ from polymp.rules.vocabulary import vocabulary
 UNTRIED = " That was not tried."
 TRIED = ", with which this step was tried and is finite"
 
-# Repeats a step with a change of the policies of its regions; returns its fault, and the names of
-# its ops, in order.
-Repeat = Callable[[Callable[[Policy], Policy]], tuple[Fault | None, Sequence[str]]]
+# A change of the policies of a step's regions.
+Change = Callable[[Policy], Policy]
 
 # So many ops that break one after another are named; of more, it is better to use another dtype.
 _MOST = 3
 
+# By so many powers of two a loss scale may be too large.
+_SCALES = 24
 
-def tried(fault: Fault, repeat: Repeat) -> Fault:
+
+class Repeat(Protocol):
+    """Repeats a step as it is, with a change, or with its loss scales multiplied by a number."""
+
+    def __call__(self, change: Change | None = None, scale: float = 1.0) -> Fault | None:
+        """Return its fault."""
+
+
+def tried(fault: Fault, ops: Sequence[str], repeat: Repeat, scaled: bool) -> Fault:
     """Repeat a step with ops in float32; return its fault with what helped.
 
     Or another fault, if the step breaks there with all ops in float32: no dtype is to blame then.
+    `ops` are the names of those in its regions, in order, and `scaled` says whether it has a loss
+    scaler.
     """
-    if not fault.region or fault.direction == UPDATE or fault.kind in ("input", "index", "inside"):
-        return fault
+    known = fault._replace(remedy=remedy_of(fault))
+    if fault.direction == UPDATE or fault.kind in ("input", "index", "inside") or not ops:
+        return known
+    found = repeat()
+    if found is None or found[:6] != fault[:6]:  # another op, place, or kind
+        return fault._replace(remedy=_NOT_AGAIN)
+    known = known._replace(why=fault.why.removesuffix(f"; {UNTRIED_WIDE}"))
+    scale = 2.0**-_SCALES if scaled else 1.0
+    if scaled and fault.direction == BACKWARD and not _breaks(repeat(scale=scale)):
+        return known._replace(remedy=_scale(repeat))
     named: dict[str, str] = {}  # ops in float32, as policies call them, each with its modules
-    found: Fault | None = fault
     while _breaks(found) and found.region and len(named) < _MOST:
         op = found.op if vocabulary().op_of(found.op) else found.spelling
         if named.get(op) in ("", found.module):
             break  # it was in float32
         named[op] = "" if op in named else found.module
-        found, _ = repeat(_with_float32(named))
-    known = fault._replace(why=fault.why.removesuffix(f"; {UNTRIED_WIDE}"))
+        found = repeat(_with_float32(named), scale)
     if not _breaks(found):
         first = "Use another constant, or give" if fault.kind == "number" else "Give"
         wider = fault.run == "float16" and fault.kind in ("overflow", "underflow")
         other = f" Or use bfloat16.{UNTRIED}" if wider else ""
+        if scaled:
+            found = repeat(_with_float32(named))
         return known._replace(remedy=f"{first} {_listed(named)}{_so(found)}{other}")
-    found, ran = repeat(_all_in_float32)
+    found = repeat(_all_in_float32, scale)
     if not _breaks(found):
-        return known._replace(remedy=_before(fault.op, ran, repeat))
+        return known._replace(remedy=_before(fault.op, ops, repeat, scale))
     if found.run in LOW:  # in no policy's hands
         at = f" {found.source}" if found.source else ""
         where = f"breaks at {found.op}{at}, where the program itself asks for {found.run}"
@@ -60,9 +80,15 @@ def tried(fault: Fault, repeat: Repeat) -> Fault:
         bfloat16 = ", or use bfloat16" if found.run == "float16" else ""
         return known._replace(remedy=f"{how}{bfloat16}.{UNTRIED}")
     code = "Change the code: this step was tried with all ops in float32, and is not finite either."
-    if found[:6] == fault[:6]:  # the same op, at the same place, of the same kind
+    if found[:6] == fault[:6]:
         return known._replace(remedy=code)
-    return found._replace(remedy=code.replace("float32,", "float32, as shown here,"))
+    return found._replace(row=None, remedy=code.replace("float32,", "float32, as shown here,"))
+
+
+_NOT_AGAIN = (
+    "Called again, the step did not break in this way, so that nothing was tried. Give it its "
+    "batch and its random numbers as arguments."
+)
 
 
 def _breaks(found: Fault | None) -> TypeGuard[Fault]:
@@ -74,7 +100,24 @@ def _so(found: Fault | None) -> str:
     """The end of a sentence on a change after which a step does not break."""
     if found is None:
         return f"{TRIED}."
-    return f". With that, this step was tried, and is finite but for what it is given: {found.why}."
+    if found.kind == "input":
+        rest = f"but for what it is given: {found.why}"
+    else:
+        rest = "once its loss scale is smaller, which the scaler sees to"
+    return f". With that, this step was tried, and is finite {rest}."
+
+
+def _scale(repeat: Repeat) -> str:
+    """The remedy of a gradient that is finite with a smaller loss scale."""
+    low, high = 0, _SCALES  # powers of two: by the first it breaks, by the second it does not
+    while high - low > 1:
+        middle = (low + high) // 2
+        found = repeat(scale=2.0**-middle)
+        low, high = (middle, high) if _breaks(found) else (low, middle)
+    return (
+        f"Divide the loss scale by {2**high}{TRIED}. A scaler lowers it by itself, as it skips "
+        "steps; or give it a smaller init_scale."
+    )
 
 
 def _listed(ops: Mapping[str, str]) -> str:
@@ -86,7 +129,7 @@ def _listed(ops: Mapping[str, str]) -> str:
     return f"{' and '.join(ops)} the rule fp32{f' in module {module!r}' if module else ''}"
 
 
-def _with_float32(ops: Mapping[str, str]) -> Callable[[Policy], Policy]:
+def _with_float32(ops: Mapping[str, str]) -> Change:
     """The change that gives ops the rule fp32, in their modules; "" stands for all."""
     rules = {op: "fp32" for op, module in ops.items() if not module}
     scopes: dict[str, dict[str, str]] = {}
@@ -102,18 +145,19 @@ def _all_in_float32(policy: Policy) -> Policy:
     return plain.override(rules={"all": "fp32"})
 
 
-def _before(op: str, ops: Sequence[str], repeat: Repeat) -> str:
+def _before(op: str, ops: Sequence[str], repeat: Repeat, scale: float) -> str:
     """The remedy where ops before one made its inputs wrong, and in float32 all are finite."""
     names = [name for name in dict.fromkeys(ops) if vocabulary().op_of(name)]
     low, high = 0, len(names)  # with the first `low` in float32 the step is not finite
     while high - low > 1:
         middle = (low + high) // 2
-        found, _ = repeat(_with_float32(dict.fromkeys(names[:middle], "")))
+        found = repeat(_with_float32(dict.fromkeys(names[:middle], "")), scale)
         low, high = (middle, high) if _breaks(found) else (low, middle)
     for some in (names[low:high], names[:high]):
         if 0 < len(some) <= _MOST:
-            found, _ = repeat(_with_float32(dict.fromkeys(some, "")))
+            found = repeat(_with_float32(dict.fromkeys(some, "")), scale)
             if not _breaks(found):
+                found = found if scale == 1.0 else repeat(_with_float32(dict.fromkeys(some, "")))
                 return f"Give {_listed(dict.fromkeys(some, ''))}{_so(found)}"
     how = "this step was tried with all ops in float32, and does not break"
     return f"Give the ops before {op} the rule fp32: {how}."
@@ -174,4 +218,4 @@ def of_optimizer(framework: str, kind: str, dtype: str, lost: str = "", tried: b
         or_wide = f", or {wide}" if dtype in LOW else "."
         give = f"Give it eps={larger_eps(dtype):g}{how}{or_wide}{'' if tried else UNTRIED}"
         return f"{lost}, so that it divides by zero. {give}"
-    return f"{wide[0].upper()}{wide[1:]}{UNTRIED}" if kind == "overflow" else SLOWER
+    return f"{wide[0].upper()}{wide[1:]}{UNTRIED}" if kind.endswith("flow") else SLOWER

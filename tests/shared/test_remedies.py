@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import polymp
-from polymp.diagnostics import remedy
 from polymp.diagnostics.audit_records import Fault
 from polymp.rules.policy import Policy
 from tests.conftest import FRAMEWORKS, need
@@ -102,8 +101,69 @@ def test_a_dtype_that_the_program_asks_for_is_told_from_that_of_a_region(fw: Mod
 def test_without_a_region_nothing_is_tried(fw: ModuleType) -> None:
     """No rule would hold there."""
     fault = import_module(f"polymp.{fw.name}").locate(lambda x: x * x, fw.array([300.0], "float16"))
-    assert (fault.kind, fault.remedy) == ("overflow", "")
-    assert remedy.remedy_of(fault).startswith("Run mul in float32, or use bfloat16. That was not")
+    assert fault.remedy == "Run mul in float32, or use bfloat16. That was not tried."
+
+
+def test_a_mask_that_is_added_is_no_fault_and_hides_none(fw: ModuleType, capsys: Any) -> None:
+    """-1e9 is -Inf in float16, and a softmax makes 0 of it, as of the number it was."""
+    xp, one, x = fw.xp, fw.array(np.eye(3)), fw.array([[1.0, 2.0, 3.0]])
+    softmax = import_module("torch" if fw.name == "torch" else "jax.nn").softmax
+    low = "float16" if fw.name == "torch" else "float32"  # JAX warns of a number that is not low
+
+    def fn(x: Any, factor: float = 1.0) -> Any:
+        h = x @ one
+        p = softmax(h + fw.cast(h > 2, low) * -1e9, -1)
+        return xp.sum(p * (x * factor @ one))
+
+    assert located(fw.name, fn, "float16", "amp", x) is None
+    capsys.readouterr()
+    fault = located(fw.name, lambda x: fn(x, 1e5), "float16", "amp", x)
+    assert fault is not None
+    assert (fault.op, fault.source.partition(":")[2]) != ("mul", "")
+    assert fault.op in ("matmul", "linear"), str(fault)
+    assert TRIED in fault.remedy
+
+
+def test_a_step_that_is_another_one_when_it_is_called_again_is_told(fw: ModuleType) -> None:
+    factors = iter([1e5, 1.0, 1.0, 1.0])
+
+    def fn(x: Any) -> Any:
+        return (x @ x * next(factors)) @ x
+
+    fault = located(fw.name, fn, "float16", "amp", fw.array(np.eye(2)))
+    assert fault is not None
+    assert fault.remedy.startswith("Called again, the step did not break in this way"), str(fault)
+
+
+def test_a_loss_scale_that_is_too_large_is_no_fault_of_an_op(fw: ModuleType) -> None:
+    """The scale is tried first, and ops of the forward pass are tried apart from it."""
+    backend, w = import_module(f"polymp.{fw.name}"), fw.array(np.full((2, 2), 0.5))
+    ran = region(fw.name, "float16", "amp")
+
+    def locate(scale: float, factor: float) -> Fault:
+        if fw.name == "torch":
+            scaler = backend.GradScaler("cpu", init_scale=scale)
+
+            def step(w: Any) -> None:
+                w = w.detach().requires_grad_()
+                scaler.scale(ran(lambda w: (w * factor @ w).float().sum())(w)).backward()
+
+            fault = backend.locate(step, w)
+        else:
+            import jax
+
+            loss = ran(lambda w: (w * factor @ w).sum())
+            step = jax.grad(lambda w, scaler: scaler.scale(loss(w)))
+            fault = backend.locate(step, w, backend.GradScaler(init_scale=scale))
+        assert fault is not None
+        return fault  # type: ignore[no-any-return]
+
+    fault = locate(2.0**18, 1.0)
+    assert fault.direction == "backward"
+    assert re.match(r"Divide the loss scale by \d+, with which this step was tried", fault.remedy)
+    fault = locate(2.0**18, 1e6)
+    assert fault.direction == "forward"
+    assert re.match(r"Give (linear|matmul) the rule fp32\.? ?[W,]", fault.remedy), str(fault)
 
 
 # Of a random program, each op and what it is called in a policy.
@@ -160,5 +220,8 @@ def test_of_random_programs(framework: str, program: list[str], low: str, scale:
 def test_a_remedy_that_was_not_tried_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     need("torch")
     replay = import_module("polymp.backends.torch.diagnostics.locate")
-    monkeypatch.setattr(replay, "tried", lambda fault, _: remedy.tried(fault, lambda _: (None, [])))
+    monkeypatch.setattr(replay, "tried", lambda fault, *_: fault._replace(remedy=untrue))
+    untrue = f"Give log {TRIED}."
     assert promises_kept("torch", ["sub", "log"], "float16", 30.0)
+    untrue = CODE
+    assert promises_kept("torch", ["exp", "mul"], "float16", 4.0)

@@ -48,9 +48,8 @@ from polymp.diagnostics.blame import (
 )
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, Magnitudes, followed
-from polymp.diagnostics.remedy import NO_EPS, of_optimizer, remedy_of, tried
+from polymp.diagnostics.remedy import NO_EPS, Change, of_optimizer, remedy_of, tried
 from polymp.dtypes import FORMATS
-from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
 
 
@@ -97,7 +96,8 @@ class Audited(Wrapped):
             if not (finite or any(r.fault for r in self._measured)):
                 call = traced(self.fn, args, kwargs)
                 broke, _ = located(MeasuredCall(call, once=True, updates=True))
-        scale = _scale_of((args, kwargs)) if _scales(program) else 1.0
+        scalers = _scalers((args, kwargs)) if _scales(program) else []
+        scale = scalers[0].state.scale if scalers else 1.0
         self._measured.append(Run(program, facts, scale, broke))
         return self.fn(*args, **kwargs)
 
@@ -167,8 +167,8 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     program itself runs, too, on copies of its arrays, for rounding may make the two differ. Nothing
     is changed, and arguments that it would donate are left alone; its callbacks run.
 
-    Of a fault in a region, twins with ops in float32 run, to find which of them make the call
-    finite. If it breaks with all ops in float32, too, the fault of that twin is returned.
+    If the call has a region and breaks, twins with ops in float32 run, to find which of them make
+    it finite. If it breaks with all ops in float32, too, the fault of that twin is returned.
 
     Args:
         fn: as in `audit`.
@@ -195,12 +195,14 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
             tell_nothing_found(why if program.calls else _NO_FLOATS)
             return None
 
-        def again(change: Callable[[Policy], Policy]) -> tuple[Fault | None, Sequence[str]]:
-            program = MeasuredCall(traced(fn, args, kwargs, change), once=True)
-            return located(program)[0], [call.op for call in program.calls]
+        def repeat(change: Change | None = None, scale: float = 1.0) -> Fault | None:
+            given = (args, kwargs) if scale == 1.0 else _scaled_by(scale, (args, kwargs))
+            again = MeasuredCall(traced(fn, given[0], given[1], change), once=True)
+            return located(again, inputs=False)[0]
 
+        ops = [call.op for call in program.calls if call.region]
         try:
-            return tried(fault, again)
+            return tried(fault, ops, repeat, _scales(program) and bool(_scalers((args, kwargs))))
         except Exception:  # the function is made for its own dtypes
             return fault._replace(remedy=remedy_of(fault))
 
@@ -218,13 +220,25 @@ def _scales(program: MeasuredCall) -> bool:
     return any(regions.SCALED in compat.scope_names(stack) for stack in stacks)
 
 
-def _scale_of(tree: object) -> jax.Array | float:
-    """The scale of the first scaler among the arguments; 1 if there is none."""
-    for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, GradScaler)):
-        if isinstance(leaf, GradScaler) and leaf.enabled:
-            scale: jax.Array = leaf.state.scale
-            return scale
-    return 1.0
+def _scalers(tree: object) -> list[GradScaler]:
+    """The enabled scalers among the arguments."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_scaler)
+    return [leaf for leaf in leaves if _is_scaler(leaf) and leaf.enabled]
+
+
+def _is_scaler(leaf: object) -> bool:
+    return isinstance(leaf, GradScaler)
+
+
+def _scaled_by(factor: float, tree: Any) -> Any:
+    """The arguments, with the scales of scalers among them multiplied."""
+
+    def one(leaf: Any) -> Any:
+        if not _is_scaler(leaf):
+            return leaf
+        return leaf._with(leaf.state._replace(scale=leaf.state.scale * factor))
+
+    return jax.tree.map(one, tree, is_leaf=_is_scaler)
 
 
 # The audit of measured calls: what the measuring program handed out, as records of an `Audit`.
@@ -381,10 +395,13 @@ def _path(text: str) -> str:
 # The fault of a run.
 
 
-def located(program: MeasuredCall, quick: bool = True) -> tuple[Fault | None, str]:
+def located(
+    program: MeasuredCall, quick: bool = True, inputs: bool = True
+) -> tuple[Fault | None, str]:
     """Run a program that was made to be measured once, and return its fault, or why there is none.
 
     A twin that is compiled `quick` may round otherwise than the program; then one that is not runs.
+    Without `inputs` those of the op are not measured.
     """
     twin = Twin(program, quick=quick)
     facts, peaks = twin.read(twin.packed(program.traced.arrays))
@@ -392,25 +409,27 @@ def located(program: MeasuredCall, quick: bool = True) -> tuple[Fault | None, st
     if found is None or (quick and found.kind == "operation"):
         differs = _differs(program, facts, peaks, found is not None)
         if quick and differs:
-            return located(program, quick=False)
+            return located(program, False, inputs)
         if found is None:
             return None, _ROUNDED * differs
     keys = {program.events[at].site.key for at in (found.node, found.first)}
     if keys & program.skipped:  # an optimizer broke it: look at all of its calls
-        return located(MeasuredCall(program.traced, once=True, updates=True), quick)
+        return located(MeasuredCall(program.traced, once=True, updates=True), quick, inputs)
+    if not inputs:
+        return fault(program, found, (), facts), ""
     twin = Twin(program, ask=found.node, quick=quick)
     operands = twin.read(twin.packed(program.traced.arrays))[0][found.node].operands
     bad, round_ = _bad(facts[found.node])
     if bad:  # in a loop, those of that round
         operands = operands[round_]
     rounds = operands.reshape(math.prod(operands.shape[:-2]), *operands.shape[-2:])
-    inputs = []
+    given = []
     for at, (dtype, shape, place) in enumerate(twin.given):
         ends = float(rounds[:, at, 0].min()), float(rounds[:, at, 1].max())
         name = "" if place is None else program.names[place]
         numbers = *ends, *rounds[:, at, 2:].mean(0).tolist()
-        inputs.append(Operand.measured(dtype, shape, numbers, name))
-    return fault(program, found, inputs, facts), ""
+        given.append(Operand.measured(dtype, shape, numbers, name))
+    return fault(program, found, given, facts), ""
 
 
 def _differs(
@@ -512,9 +531,11 @@ def fault(
         call = call._replace(direction=BACKWARD)
     eqn = event.site.eqn
     by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
-    if any(by) and kind in ("overflow", "operation"):
+    if any(by) and kind in ("overflow", "underflow", "operation"):
         lost = ""
-        if optimizer := _without_eps(program, event):
+        if optimizer := _without_eps(program, first):
+            if event is not first and other is not None:  # of what vanished before it
+                call, operands, found = other, (), found._replace(node=found.first)
             zero = "is 0" if event.dtype not in LOW else f"is zero in {event.dtype}"
             kind, why = "number", f"{NO_EPS} in {event.dtype}"
             lost = f"{optimizer}'s eps {zero}"

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.lr_scheduler import LRScheduler
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
-from polymp.backends.torch.diagnostics.op_call import OpFacts, Ran, tensors
+from polymp.backends.torch.diagnostics.op_call import OpFacts, Own, Ran, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real
 from polymp.backends.torch.scaler.device_state import AsyncRead
@@ -26,9 +26,8 @@ from polymp.backends.torch.scaler.grad_scaler import GradScaler
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.diagnostics.audit_records import Fault, operand_numbers
 from polymp.diagnostics.blame import tell_nothing_found
-from polymp.diagnostics.remedy import remedy_of, tried
+from polymp.diagnostics.remedy import Change, remedy_of, tried
 from polymp.errors import brief
-from polymp.rules.policy import Policy
 
 
 def locate(
@@ -46,12 +45,13 @@ def locate(
     policy that decided, and the op's inputs. Infinities that a program makes on purpose and removes
     again, such as those of a mask, are no fault.
 
-    Of a fault in a region, the step is called again with ops in float32, to find which of them make
-    it finite. If it breaks with all ops in float32, too, the fault of that call is returned.
+    If the step has a region and breaks, it is called again with ops in float32, to find which of
+    them make it finite. If it breaks with all ops in float32, too, the fault of that call is
+    returned.
 
     Tensors that the step writes in place, `.grad` of leaves, the parameters and states of torch's
-    optimizers and of its schedulers, loss scalers (torch.amp's and polymp's) and torch's random
-    state are put back afterwards. Other objects that the step changes are not.
+    optimizers and of its schedulers, loss scalers (torch.amp's and polymp's) and the random numbers
+    of torch, numpy and Python are put back afterwards. Other objects that the step changes are not.
 
     A step that talks to other ranks, as one of DistributedDataParallel or FSDP does, is replayed by
     all of them: call `locate` on every rank.
@@ -89,37 +89,50 @@ def locate(
         model = next((leaf for leaf in (step_fn, *leaves) if isinstance(leaf, nn.Module)), None)
     given = leaves if all(isinstance(leaf, _KNOWN) for leaf in leaves) else None
     step = partial(step_fn, *args, **kwargs)
-    fault, ops, talked = _replayed(step, model, given)
-    if fault is None:
+    first = _replayed(step, model, given)
+    if first.fault is None:
         why = "the step ran no op of torch, so that there was nothing to look at"
-        tell_nothing_found(why * (not ops))
-    elif not talked:  # other ranks may have found nothing, and would not come again
-        try:
-            fault = tried(fault, lambda change: _replayed(step, model, given, change)[:2])
-        except Exception:  # the step is made for its own dtypes, or cannot be called again
-            fault = fault._replace(remedy=remedy_of(fault))
-    return fault
+        tell_nothing_found(why * first.empty)
+        return None
+    if first.talked:  # other ranks may have found nothing, and would not come again
+        return first.fault._replace(remedy=remedy_of(first.fault))
+
+    def repeat(change: Change | None = None, scale: float = 1.0) -> Fault | None:
+        return _replayed(step, model, given, change, scale).fault
+
+    try:
+        return tried(first.fault, first.ops, repeat, first.scaled)
+    except Exception:  # the step is made for its own dtypes, or cannot be called again
+        return first.fault._replace(remedy=remedy_of(first.fault))
 
 
 # An argument of another class may have tensors that are not found.
 _KNOWN = (torch.Tensor, nn.Module, torch.optim.Optimizer, int, float, complex, str, type(None))
 
 
+class Replay(NamedTuple):
+    """What a replay of a step has shown."""
+
+    fault: Fault | None
+    ops: list[str]  # names of those in regions
+    empty: bool  # whether no op ran
+    talked: bool  # whether it has talked to other ranks
+    scaled: bool  # whether there is a loss scaler
+
+
 def _replayed(
     step: Callable[[], object],
     model: nn.Module | None,
     given: Sequence[Any] | None,
-    change: Callable[[Policy], Policy] | None = None,
-) -> tuple[Fault | None, list[str], bool]:
-    """Run a step and put back what it wrote; with a change, by other policies than its own.
-
-    Returns its fault, the names of its ops, and whether it has talked to other ranks.
-    """
-    values = LocateValues(model, given)
+    change: Change | None = None,
+    scale: float = 1.0,
+) -> Replay:
+    """Run a step and put back what it wrote; see `Repeat` for the change and the scale."""
+    values = LocateValues(model, given, scale)
     stream = OpStream(model, values, counts=False)
     stream.instead = change
     try:
-        with torch.random.fork_rng(range(torch.cuda.device_count())), stream:
+        with stream:
             step()
         fault = values.fault()
     except Exception as error:
@@ -134,7 +147,9 @@ def _replayed(
             raise
     finally:
         values.put_back()
-    return fault, [event.op_call.op for event in values.events], values.has_talked
+    calls = (event.op_call for event in values.events)
+    ops = [call.op for call in calls if call.region]
+    return Replay(fault, ops, not values.events, values.has_talked, values.scaled)
 
 
 class LocateValues(Values):
@@ -145,8 +160,11 @@ class LocateValues(Values):
     there. Most ops are not at fault, and their inputs need no measurement.
     """
 
-    def __init__(self, model: nn.Module | None, given: Sequence[Any] | None) -> None:
+    def __init__(
+        self, model: nn.Module | None, given: Sequence[Any] | None, scale: float = 1.0
+    ) -> None:
         super().__init__(model, given)
+        self._scale, self.scaled = scale, False
         self._meeting = _Meeting()
         self._new: set[int] = set()  # keys of memory that the step makes of no floats
         self._written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
@@ -162,7 +180,12 @@ class LocateValues(Values):
         found = [it for it in gc.get_referrers(*kinds) if type(it) in kinds]  # refer to classes
         self._dicts = [(own, _copied(own)) for own in map(vars, found)]
         scheduled = [it.optimizer for it in found if isinstance(it, LRScheduler)]
-        self._steps.append(Snapshot(settings=scheduled))
+        self._steps.append(Snapshot(settings=scheduled, random_numbers=True))
+        for own in (vars(it) for it in found if isinstance(it, _SCALERS) and it.is_enabled()):
+            self.scaled = True
+            name = "_init_scale" if own["_scale"] is None else "_scale"
+            with Own():
+                own[name] = own[name] * self._scale
 
     @property
     def has_talked(self) -> bool:
@@ -241,7 +264,8 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 # Classes whose objects a step changes.
-_CHANGED = (torch.amp.GradScaler, GradScaler, AsyncRead, LRScheduler)
+_SCALERS = (torch.amp.GradScaler, GradScaler)
+_CHANGED = (*_SCALERS, AsyncRead, LRScheduler)
 
 
 def _derived(kind: type[Any]) -> Iterator[type[Any]]:

@@ -425,7 +425,7 @@ class Values(Subscriber):
             results = [t for t in results if t.shape == results[0].shape]
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(reads)]
-        single = ran.casts or (bool(results) and results[0].numel() == 1)
+        single = bool(results) and results[0].numel() == 1
         if facts.kind == "makes" or not reads:
             origins = tuple([at for at in origins if at is not None and at >= 0])
             reads = []

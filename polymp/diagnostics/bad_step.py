@@ -69,15 +69,15 @@ class BadStep(NamedTuple):
     def __str__(self) -> str:
         lines = [f"step {self.step}: {self.found}"]
         if self.fault is not None:
-            lines += [f"  {line}" for line in str(self.fault).splitlines()]
+            lines += [f"  {line}" for line in str(self.fault._replace(remedy="")).splitlines()]
         if self.losses:
             lines.append(
                 f"  losses before: {', '.join(f'{loss:.4g}' for loss in self.losses[-5:])}"
             )
         if self.note:
             lines.append(f"  {self.note}")
-        if self.remedy and (self.fault is None or self.remedy != self.fault.remedy):
-            lines.append(f"  {self.remedy}")
+        helps = (self.fault.remedy if self.fault is not None else "", self.remedy)
+        lines += [f"  {line}" for line in dict.fromkeys(helps) if line]
         return escaped("\n".join(lines))
 
 

@@ -111,7 +111,7 @@ _KNOWN = (torch.Tensor, nn.Module, torch.optim.Optimizer, int, float, complex, s
 
 
 class Replay(NamedTuple):
-    """What a replay of a step has shown."""
+    """A replay of a step."""
 
     fault: Fault | None
     ops: list[str]  # names of those in regions

@@ -449,8 +449,8 @@ class Values(Subscriber):
         for t in made:
             self._provenance.made(t, len(self.events) - 1)
         for t in ran.into:
-            if op_call.place.updating:
-                self._provenance.forget(t)  # a parameter, after its step
+            if op_call.place.updating and self._provenance.maker(t) is None:
+                self._provenance.forget(t)  # a parameter, after its step, and no gradient of it
             else:
                 self._provenance.made(t, len(self.events) - 1)
 

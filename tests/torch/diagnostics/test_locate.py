@@ -424,6 +424,15 @@ def test_what_is_written_over_is_not_what_an_op_was_given(how: str) -> None:
     assert (fault.op, fault.kind) == ("copy_" if how == "copy_" else "mul", "overflow")
 
 
+@pytest.mark.parametrize("optimizer", ["plain", "fused"])
+def test_gradients_that_a_scaler_has_divided_are_still_the_step_s(optimizer: str) -> None:
+    """Else zero_grad() would be said to be missing."""
+    training = Training("mlp", "fp16", optimizer)
+    training.step()
+    fault: Any = locate(training.step, math.nan, model=training.model)
+    assert (fault.op, fault.kind) == ("mul", "operation")
+
+
 # --- the trial: see also tests/shared/test_remedies.py -------------------------------------------
 
 

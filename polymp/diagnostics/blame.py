@@ -9,7 +9,7 @@ graph count. Nothing here knows a framework.
 
 import math
 import sys
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -176,10 +176,8 @@ def meant(nodes: Sequence[Node]) -> set[int]:
 
 def _overflown(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> set[int]:
     """The nodes with an Inf of an overflow that other ops than those of masks take up."""
-    masked, found = [True] * len(nodes), set[int]()
-    for at in range(len(nodes) - 1, -1, -1):
-        of_values = (r for r in readers[at] if nodes[r].value)
-        masked[at] = all(masked[r] if nodes[r].bad else nodes[r].op in _MASKED for r in of_values)
+    masked = _taken_up(nodes, readers, lambda _, reader: reader.op in _MASKED)
+    found = set[int]()
     for at, node in enumerate(nodes):
         spoilt = {i for i in node.inputs if _spoils(nodes, i, at)}
         made = node.burst and not (spoilt or node.given or node.spoiled or masked[at])
@@ -197,15 +195,22 @@ def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
     added, it may be an Inf still.
     """
     readers = _readers(nodes)
-    taken = [True] * len(nodes)  # by each that reads it as a value
-    for at in range(len(nodes) - 1, -1, -1):
-        taken[at] = all(
-            taken[r] if nodes[r].bad else _takes_up(nodes[at], nodes[r])
-            for r in readers[at]
-            if nodes[r].value
-        )
+    taken = _taken_up(nodes, readers, _takes_up)
     hidden = [node.burst and not (node.cast or taken[at]) for at, node in enumerate(nodes)]
     return _reaching(nodes, readers), hidden
+
+
+def _taken_up(
+    nodes: Sequence[Node],
+    readers: Sequence[Sequence[int]],
+    takes: Callable[[Node, Node], bool],
+) -> list[bool]:
+    """For each node, True if all ops that read its values, or make Inf of them, take them up."""
+    taken = [True] * len(nodes)
+    for at in range(len(nodes) - 1, -1, -1):
+        of_values = (r for r in readers[at] if nodes[r].value)
+        taken[at] = all(taken[r] if nodes[r].bad else takes(nodes[at], nodes[r]) for r in of_values)
+    return taken
 
 
 def _takes_up(node: Node, reader: Node) -> bool:

@@ -184,8 +184,9 @@ class LocateValues(Values):
         for own in (vars(it) for it in found if isinstance(it, _SCALERS) and it.is_enabled()):
             self.scaled = True
             name = "_init_scale" if own["_scale"] is None else "_scale"
-            with Own():
-                own[name] = own[name] * self._scale
+            if self._scale != 1.0:
+                with Own():
+                    own[name] = own[name] * self._scale
 
     @property
     def has_talked(self) -> bool:

@@ -155,10 +155,11 @@ def _before(op: str, ops: Sequence[str], repeat: Repeat, scale: float) -> str:
         low, high = (middle, high) if _breaks(found) else (low, middle)
     for some in (names[low:high], names[:high]):
         if 0 < len(some) <= _MOST:
-            found = repeat(_with_float32(dict.fromkeys(some, "")), scale)
+            named = dict.fromkeys(some, "")
+            found = repeat(_with_float32(named), scale)
             if not _breaks(found):
-                found = found if scale == 1.0 else repeat(_with_float32(dict.fromkeys(some, "")))
-                return f"Give {_listed(dict.fromkeys(some, ''))}{_so(found)}"
+                found = found if scale == 1.0 else repeat(_with_float32(named))
+                return f"Give {_listed(named)}{_so(found)}"
     how = "this step was tried with all ops in float32, and does not break"
     return f"Give the ops before {op} the rule fp32: {how}."
 

@@ -119,7 +119,6 @@ def test_a_mask_that_is_added_is_no_fault_and_hides_none(fw: ModuleType, capsys:
     capsys.readouterr()
     fault = located(fw.name, lambda x: fn(x, 1e5), "float16", "amp", x)
     assert fault is not None
-    assert (fault.op, fault.source.partition(":")[2]) != ("mul", "")
     assert fault.op in ("matmul", "linear"), str(fault)
     assert TRIED in fault.remedy
 

@@ -43,12 +43,16 @@ AS_A_WHOLE = Rule.LOWER, Rule.FP32_KEEP
 Function = Callable[..., Any]
 
 
-@cache
 def make(name: str, device: str, key: str) -> Function | None:
     """Make the kernel of an op on an autocast key; None if the op cannot have one of ours."""
     op = dispatcher.overload(name)
-    if op is None or name in op_facts.UNTOUCHED:
+    if op is None or name in op_facts.UNTOUCHED:  # the first may change: a library is loaded
         return None
+    return _made(op, name, device, key)
+
+
+@cache
+def _made(op: torch._ops.OpOverload, name: str, device: str, key: str) -> Function:
     replaced: Any = _torch_kernel(name, key) if name in torch_table.kernels(device) else None
     excluded = dispatcher.keyset(key)
     pass_on, call = dispatcher.passing_on(op, key), dispatcher.calling(op)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -81,6 +82,33 @@ def test_a_scheduler_is_put_back(name: str) -> None:
     fault: Any = locate(step, 1.0)
     assert fault.op == "mul"
     assert str(state()) == before
+
+
+def test_random_numbers_of_numpy_and_python_are_put_back() -> None:
+    """So that a step which draws them is the same one when it is called again."""
+
+    def step() -> torch.Tensor:
+        return overflowing(torch.full((2, 2), 10.0 + np.random.rand() + random.random()))
+
+    before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
+    fault: Any = locate(step)
+    assert "was tried and is finite" in fault.remedy
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
+
+
+def test_a_row_that_is_masked_as_a_whole_is_told_alike() -> None:
+    """The cast of a mask's constant is no loss that is infinite."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", torch.float16, policy="amp"):
+            return (x @ x).masked_fill(x > 0, -math.inf).softmax(-1).sum()
+
+    x = torch.ones(2, 2)
+    with polymp.torch.audit() as audit:
+        step(x)
+    for fault in (locate(step, x), audit.fault):
+        assert fault is not None
+        assert (fault.op, fault.kind) == ("softmax", "operation")
 
 
 def test_a_replay_that_puts_nothing_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

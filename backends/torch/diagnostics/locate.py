@@ -179,9 +179,11 @@ class LocateValues(Values):
         kinds = {kind for each in _CHANGED for kind in _derived(each)}
         found = [it for it in gc.get_referrers(*kinds) if type(it) in kinds]  # refer to classes
         self._dicts = [(own, _copied(own)) for own in map(vars, found)]
-        scheduled = [it.optimizer for it in found if isinstance(it, LRScheduler)]
+        scheduled = [own["optimizer"] for own, _ in self._dicts if "optimizer" in own]
         self._steps.append(Snapshot(settings=scheduled, random_numbers=True))
-        for own in (vars(it) for it in found if isinstance(it, _SCALERS) and it.is_enabled()):
+        for it, (own, _) in zip(found, self._dicts, strict=True):
+            if not (isinstance(it, _SCALERS) and "_scale" in own and it.is_enabled()):
+                continue  # "_scale" is missing where __init__ refused an argument
             self.scaled = True
             name = "_init_scale" if own["_scale"] is None else "_scale"
             if self._scale != 1.0:

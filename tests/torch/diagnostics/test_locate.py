@@ -84,6 +84,17 @@ def test_a_scheduler_is_put_back(name: str) -> None:
     assert str(state()) == before
 
 
+@pytest.mark.parametrize("scaler", [torch.amp.GradScaler, polymp.torch.GradScaler])
+def test_a_scaler_or_scheduler_that_was_refused_is_nobodys(scaler: Any) -> None:
+    """Its traceback keeps an object that has no state yet."""
+    with pytest.raises((AssertionError, ValueError)) as _kept:
+        scaler("cpu", growth_factor=0.5)
+    with pytest.raises(TypeError) as _kept_too:
+        torch.optim.lr_scheduler.StepLR("no optimizer", 1)  # type: ignore[arg-type]
+    fault: Any = locate(overflowing, torch.full((2, 2), 10.0))
+    assert fault.op == "mul"
+
+
 def test_random_numbers_of_numpy_and_python_are_put_back() -> None:
     """So that a step which draws them is the same one when it is called again."""
 

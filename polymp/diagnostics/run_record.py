@@ -203,13 +203,13 @@ class _Rows:
         self._waiting = np.empty((_TOGETHER // width, width))
         self._sizes = np.empty_like(self._waiting)
         self._count = 0  # rows that wait
-        self._of: list[tuple[int, int]] = []  # array and block of each row, summed up or not
+        self._of: list[tuple[int, int]] = []  # arrays, and how many rows each has
         self._sums: list[Any] = []
 
     def add(self, row: Any, array: int) -> None:
         """Add the blocks of an array."""
         blocks = max(-(-len(row) // self.width), 1)
-        self._of += [(array, block) for block in range(blocks)]
+        self._of.append((array, blocks))
         start = 0
         while start < blocks:
             end = min(blocks, start + len(self._waiting) - self._count)
@@ -242,10 +242,10 @@ class _Rows:
         """The array of each row, and its sums."""
         if self._count:
             self._sum_up()
-        of, sums = np.array(self._of, int), np.concatenate(self._sums)
-        outer = signs(1 << int(of[:, 1].max()).bit_length())[0].T[of[:, 1]]
-        sums[:, 2:-3] *= outer
-        return of[:, 0], sums
+        (arrays, rows), sums = np.array(self._of, int).T, np.concatenate(self._sums)
+        block = np.arange(len(sums)) - np.repeat(np.cumsum(rows) - rows, rows)  # of each row
+        sums[:, 2:-3] *= signs(1 << int(block.max()).bit_length())[0].T[block]
+        return np.repeat(arrays, rows), sums
 
 
 def _squares(rows: Any) -> Any:

@@ -11,6 +11,7 @@ runs.
 import math
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -61,12 +62,20 @@ class Subscriber:
     runs them in `Own`, which takes too long to be entered at each op for those that run none.
     """
 
-    stream: "OpStream"
+    # The stream, which has this object: a cycle would keep the tensors of a step in memory.
+    of: "weakref.ref[OpStream]"
     measures = False  # True to hear of what has run, and of optimizers, too
     gradients = False  # True to hear of backward passes, and which ops make gradients in them
 
+    @property
+    def stream(self) -> "OpStream":
+        """The stream, a stack for all that has to be left at its end."""
+        stream = self.of()
+        assert stream is not None, "whoever asks runs in it"
+        return stream
+
     def begin(self) -> None:
-        """Called when the stream begins; the stream is a stack for all that has to be left."""
+        """Called when the stream begins."""
 
     def sees(self, facts: OpFacts, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
         """Called before every op, also one that the classes of its arguments take apart."""
@@ -182,7 +191,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._mode = _Mode(self, compiled)
         self.hear: Subscriber = subscriber or Subscriber()
-        self.hear.stream = self
+        self.hear.of = weakref.ref(self)
         self.flow = GradientFlow(self.hear) if self.hear.gradients else None
 
     def is_here(self) -> bool:
@@ -386,10 +395,11 @@ class _Mode(modes.OpMode):
 
     def __init__(self, stream: OpStream, compiled: bool) -> None:
         super().__init__(compiled)
-        self.stream = stream
+        self.of = weakref.ref(stream)  # which has this mode
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
-        stream, hear = self.stream, self.stream.hear
+        stream: Any = self.of()
+        hear: Subscriber = stream.hear
         followed = isinstance(func, torch._ops.OpOverload) and not running()
         if followed:
             facts = facts_of(func)

@@ -69,9 +69,7 @@ class Running:
             return (self.clock() - start) / self.inner
 
 
-def measured(
-    name: str, rounds: int, clock: Callable[[], float], first: int
-) -> tuple[Row, Row]:
+def measured(name: str, rounds: int, clock: Callable[[], float], first: int) -> tuple[Row, Row]:
     """The rows of a program: autocast / float32, and float32 again / float32.
 
     Args:

@@ -1,6 +1,8 @@
 """Faults of the past: records in records, closures, masks, scales that do not fit."""
 
+import gc
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ import torch
 from torch import nn
 
 import polymp
-from polymp.torch import GradScaler, audit, autocast, locate
+from polymp.torch import GradScaler, audit, autocast, explain, locate, record
 
 LOW = torch.float16
 
@@ -183,3 +185,33 @@ def test_only_what_ran_ops_without_a_fault_is_called_healthy(
     assert capsys.readouterr().err.startswith("locate: the step ran no op of torch")
     assert locate(lambda: torch.ones(3) / 0) is not None
     assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tool", ["audit", "explain", "locate", "record"])
+def test_no_tensor_is_left_when_a_tool_has_ended(tool: str) -> None:
+    """And none waits for Python's collector, which may come many steps later."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    tools: Any = {"audit": audit, "explain": explain, "record": partial(record, None)}
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        with autocast("cpu", torch.bfloat16):
+            model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    def looked_at() -> int:
+        if tool == "locate":
+            assert locate(step, model=model) is None
+        else:
+            with tools[tool](model=model):
+                step()
+        return sum(isinstance(it, torch.Tensor) for it in gc.get_objects())
+
+    looked_at()
+    gc.collect()
+    gc.disable()
+    try:
+        assert len({looked_at() for _ in range(3)}) == 1
+    finally:
+        gc.enable()

@@ -24,6 +24,7 @@ from jax.extend.core import Literal
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float
 from polymp.backends.jax.autocast import regions
+from polymp.backends.jax.compat import ClosedProgram
 from polymp.backends.jax.diagnostics.explain import (
     CLOSED,
     Wrapped,
@@ -31,7 +32,13 @@ from polymp.backends.jax.diagnostics.explain import (
     optimizer_of,
     traced,
 )
-from polymp.backends.jax.diagnostics.instrument import Event, Facts, MeasuredCall, Twin, is_measured
+from polymp.backends.jax.diagnostics.instrument import (
+    Event,
+    Facts,
+    MeasuredCall,
+    is_measured,
+    quick_options,
+)
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.diagnostics.audit import Audit
 from polymp.diagnostics.audit_records import Fault, Measured, Operand, together
@@ -86,16 +93,16 @@ class Audited(Wrapped):
         if key not in self._programs:
             self._programs[key] = MeasuredCall(traced(self.fn, args, kwargs), once=False)
         program = self._programs[key]
-        facts = program.twin.packed(arrays)
+        facts = program.twin().packed(arrays)
         broke = None
         if program.unlisted:
             facts = jax.device_get(facts)  # to look at now, and for the audit
-            pairs = zip(program.events, program.twin.read(facts)[0], strict=True)
+            pairs = zip(program.events, program.twin().read(facts)[0], strict=True)
             peaks = (fact.peak for event, fact in pairs if event.site.key in program.unlisted)
             finite = all(np.isfinite(peak).all() for peak in peaks)
             if not (finite or any(r.fault for r in self._measured)):
                 call = traced(self.fn, args, kwargs)
-                broke, _ = located(MeasuredCall(call, once=True, updates=True))
+                broke, _ = located(MeasuredCall(call, once=True, updates=True), arrays)
         scalers = _scalers((args, kwargs)) if _scales(program) else []
         scale = scalers[0].state.scale if scalers else 1.0
         self._measured.append(Run(program, facts, scale, broke))
@@ -189,16 +196,21 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
         raise TypeError("locate was called by code that is traced, where there are no values.")
     with jax.debug_nans(False), jax.debug_infs(False):  # which raise where one is made
-        program = MeasuredCall(traced(fn, args, kwargs), once=True)
-        fault, why = located(program)
+        call = traced(fn, args, kwargs)
+        program = MeasuredCall(call, once=True)
+        fault, why = located(program, call.arrays)
         if fault is None:
             tell_nothing_found(why if program.calls else _NO_FLOATS)
             return None
+        known = [program]  # whose twins are compiled
 
         def repeat(change: Change | None = None, scale: float = 1.0) -> Fault | None:
             given = (args, kwargs) if scale == 1.0 else _scaled_by(scale, (args, kwargs))
-            again = MeasuredCall(traced(fn, given[0], given[1], change), once=True)
-            return located(again, inputs=False)[0]
+            call = traced(fn, given[0], given[1], change)
+            same = (it for it in known if _is_same(it.closed, call.closed))
+            if (again := next(same, None)) is None:
+                known.append(again := MeasuredCall(call, once=True))
+            return located(again, call.arrays, inputs=False)[0]
 
         ops = [call.op for call in program.calls if call.region]
         try:
@@ -212,6 +224,14 @@ _ROUNDED = (
     "a result of the call is not finite, and in the copy that is measured it is: they round "
     "differently. Look for a difference of nearly equal numbers, a divisor or a logarithm near 0"
 )
+
+
+def _is_same(one: ClosedProgram, other: ClosedProgram) -> bool:
+    """True for programs with the same equations, of the same constants."""
+    (program, own), (another, its) = compat.opened(one), compat.opened(other)
+    if len(own) != len(its) or str(program) != str(another):
+        return False
+    return all(np.array_equal(*both, equal_nan=True) for both in zip(own, its, strict=True))
 
 
 def _scales(program: MeasuredCall) -> bool:
@@ -262,7 +282,7 @@ def read(runs: Sequence[Run]) -> Audit:
     left_out = Counter[str]()
     for program, packed, scale, broke in runs:
         left_out |= program.left_out
-        facts, peaks = program.twin.read(packed)
+        facts, peaks = program.twin().read(packed)
         audit.scale = float(np.asarray(scale))
         handed = short_names(_handed(program))
         nodes = nodes_of(program, facts, peaks)
@@ -396,29 +416,31 @@ def _path(text: str) -> str:
 
 
 def located(
-    program: MeasuredCall, quick: bool = True, inputs: bool = True
+    program: MeasuredCall, arrays: Sequence[jax.Array], quick: bool = True, inputs: bool = True
 ) -> tuple[Fault | None, str]:
     """Run a program that was made to be measured once, and return its fault, or why there is none.
 
     A twin that is compiled `quick` may round otherwise than the program; then one that is not runs.
     Without `inputs` those of the op are not measured.
     """
-    twin = Twin(program, quick=quick)
-    facts, peaks = twin.read(twin.packed(program.traced.arrays))
+    options = quick_options(arrays) if quick else None
+    twin = program.twin(None, options)
+    facts, peaks = twin.read(twin.packed(arrays))
     found = blame(nodes_of(program, facts, peaks))
     if found is None or (quick and found.kind == "operation"):
-        differs = _differs(program, facts, peaks, found is not None)
+        differs = _differs(program, arrays, facts, peaks, found is not None)
         if quick and differs:
-            return located(program, False, inputs)
+            return located(program, arrays, False, inputs)
         if found is None:
             return None, _ROUNDED * differs
     keys = {program.events[at].site.key for at in (found.node, found.first)}
     if keys & program.skipped:  # an optimizer broke it: look at all of its calls
-        return located(MeasuredCall(program.traced, once=True, updates=True), quick, inputs)
+        whole = MeasuredCall(program.traced, once=True, updates=True)
+        return located(whole, arrays, quick, inputs)
     if not inputs:
         return fault(program, found, (), facts), ""
-    twin = Twin(program, ask=found.node, quick=quick)
-    operands = twin.read(twin.packed(program.traced.arrays))[0][found.node].operands
+    twin = program.twin(found.node, options)
+    operands = twin.read(twin.packed(arrays))[0][found.node].operands
     bad, round_ = _bad(facts[found.node])
     if bad:  # in a loop, those of that round
         operands = operands[round_]
@@ -433,7 +455,11 @@ def located(
 
 
 def _differs(
-    program: MeasuredCall, facts: Sequence[Facts], peaks: Sequence[jax.Array], broke: bool
+    program: MeasuredCall,
+    arrays: Sequence[jax.Array],
+    facts: Sequence[Facts],
+    peaks: Sequence[jax.Array],
+    broke: bool,
 ) -> bool:
     """True if the program has results that are not finite and are in its twin, or the reverse."""
     events = {at for at, fact in enumerate(facts) if _bad(fact)[0]}
@@ -443,7 +469,8 @@ def _differs(
         for at, came in enumerate(program.results)
         if came.given or came.events & events or came.outside & spoiled
     }
-    return bool(program.not_finite - bad or (broke and bad and not program.not_finite))
+    own = program.not_finite(arrays)
+    return bool(own - bad or (broke and bad and not own))
 
 
 def _bad(fact: Facts) -> tuple[str, tuple[int, ...]]:

@@ -12,7 +12,7 @@ Scans and branches hand out what was measured inside; a `while` loop and a shard
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import chain
 from typing import Any, NamedTuple
@@ -81,8 +81,10 @@ class MeasuredCall(Placed[Origin]):
     """
 
     def __init__(self, traced: Traced, once: bool, updates: bool = False) -> None:
-        self.traced, self.closed, self.once = traced, traced.closed, once
+        self.closed, self.once = traced.closed, once
+        self.traced = traced._replace(arrays=[])  # the caller's, which are not kept for it
         self.updates = updates
+        self._twins: dict[Hashable, Twin] = {}
         self.sites = {s.key: s for s in equations(self.closed)}
         self.calls: list[Call] = []
         self.of_event: dict[Key, int] = {}  # by equation, the number of the call that it is part of
@@ -110,21 +112,22 @@ class MeasuredCall(Placed[Origin]):
         own = ends[len(invars) :]
         self.results = self.program(self.closed, ends[: len(invars)], (), own)  # their origins
 
-    @cached_property
-    def twin(self) -> "Twin":
-        """Its twin, which is not run yet."""
-        return Twin(self)
+    def twin(self, ask: int | None = None, options: "Options" = None) -> "Twin":
+        """Its twin, compiled once for each event whose operands are asked for, and options."""
+        key = ask, tuple((options or {}).items())
+        if key not in self._twins:
+            self._twins[key] = Twin(self, ask, options)
+        return self._twins[key]
 
     def call_of(self, site: Site) -> Call | None:
         """The call that an equation is part of."""
         number = self.of_event.get(site.key)
         return None if number is None else self.calls[number]
 
-    @cached_property
-    def not_finite(self) -> set[int]:
+    def not_finite(self, arrays: Sequence[jax.Array]) -> set[int]:
         """Places of results that are not finite where the program itself runs."""
-        arrays = [x.copy() for x in self.traced.arrays]  # which it may donate
-        return {*not_finite(dict(enumerate(self.traced.own(*arrays))))}
+        copies = [x.copy() for x in arrays]  # which it may donate
+        return {*not_finite(dict(enumerate(self.traced.own(*copies))))}
 
     @cached_property
     def late(self) -> set[int]:
@@ -281,7 +284,7 @@ _Made = tuple[list[jax.Array], list[Facts]]
 class Twin(Placed[jax.Array]):
     """The program of a call in which its events are measured; or the operands of one alone."""
 
-    def __init__(self, call: MeasuredCall, ask: int | None = None, quick: bool = False) -> None:
+    def __init__(self, call: MeasuredCall, ask: int | None, options: "Options") -> None:
         self.call = call
         self.ask = ask  # that event; the operands are those of its call
         self._asked: set[Key] = set()  # the equations of that call
@@ -298,7 +301,6 @@ class Twin(Placed[jax.Array]):
         self._outside: Sequence[jax.Array] = ()
         self._facts: list[Facts] = []  # of the events so far, of the program that is gone through
         self._shapes: list[tuple[int, ...]] = []  # of each fact
-        options = quick_options(call.traced.arrays) if quick else None
         self.packed: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
 
     def _packed(self, arrays: Sequence[jax.Array]) -> jax.Array:
@@ -437,7 +439,11 @@ class Twin(Placed[jax.Array]):
         return outs, facts
 
 
-def quick_options(arrays: Sequence[jax.Array]) -> dict[str, bool | int] | None:
+# Options of XLA.
+Options = dict[str, bool | int] | None
+
+
+def quick_options(arrays: Sequence[jax.Array]) -> Options:
     """Options of XLA with which a twin that runs once takes less time in all, on CPUs.
 
     A twin has several times the ops of its program, and nearly all of the first call is compiling.

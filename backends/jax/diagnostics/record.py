@@ -204,11 +204,11 @@ class _Program(MeasuredCall):
     def __init__(
         self, fn: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> None:
-        super().__init__(traced(fn, args, kwargs), once=False)
+        super().__init__(call := traced(fn, args, kwargs), once=False)
         self.paired = _paired(self, called(fn, args, kwargs)[1:])
         constants = range(len(self.inputs) - len(self.traced.names))
         self.names = [*self.traced.names, *(f"constant {n + 1}" for n in constants)]
-        self.kernels = Kernels([*self.traced.arrays, *compat.opened(self.closed)[1]])
+        self.kernels = Kernels([*call.arrays, *compat.opened(self.closed)[1]])
 
 
 _EXACT = 0.0, 0.0, 0.0  # of what is moved by no rounding

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -220,7 +221,7 @@ def test_numbers_that_rounding_breaks_are_located_as_the_program_rounds() -> Non
 def test_a_copy_that_stays_finite_is_not_called_healthy(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(instrument.MeasuredCall, "not_finite", {0})
+    monkeypatch.setattr(instrument.MeasuredCall, "not_finite", lambda *_: {0})
     assert locate(lambda x: x * 2, jnp.ones(3)) is None
     assert "they round differently" in capsys.readouterr().err
 
@@ -296,12 +297,12 @@ def test_the_twin_of_locate_is_small_and_compiles_with_quick_options():
     step = jax.jit(jax.grad(loss))
     call = traced(step, (w, x), {})
     plain, small = (instrument.MeasuredCall(call, once=once) for once in (False, True))
-    equations = [len(jax.make_jaxpr(p.twin.run)([w, x]).eqns) for p in (plain, small)]
+    equations = [len(jax.make_jaxpr(p.twin().run)([w, x]).eqns) for p in (plain, small)]
     assert equations[1] < 0.7 * equations[0]
     options = instrument.quick_options([w, x])
     assert options is not None
     assert options["xla_backend_optimization_level"] == 0
-    assert all(np.size(fact.sample) == 0 for fact in small.twin.run([w, x])[0])
+    assert all(np.size(fact.sample) == 0 for fact in small.twin().run([w, x])[0])
 
 
 # What only a derivative breaks
@@ -589,3 +590,53 @@ def test_functions_of_another_framework_are_not_called_healthy(
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 2
     assert all(line.startswith("locate: JAX ran no op on floats in this call") for line in said)
+
+
+@pytest.mark.parametrize("tool", ["audit", "explain", "locate"])
+def test_arguments_are_free_when_a_tool_has_ended(tool: str) -> None:
+    """None waits for Python's collector, which may come many steps later."""
+    step = jax.jit(jax.grad(autocast(lambda w, x: jnp.tanh(x @ w).sum())))
+
+    def looked_at() -> int:
+        w, x = jnp.full((4, 4), jnp.inf), jnp.ones((2, 4))
+        if tool == "audit":
+            (audited := polymp.jax.audit(step))(w, x)
+            assert audited.audit.steps == 1
+        else:
+            getattr(polymp.jax, tool)(step, w, x)
+        del w, x
+        return len(jax.live_arrays())
+
+    looked_at()
+    gc.collect()
+    gc.disable()
+    try:
+        assert len({looked_at() for _ in range(3)}) == 1
+    finally:
+        gc.enable()
+
+
+def test_other_loss_scales_are_tried_without_compiling_again() -> None:
+    """The step with other arrays is the program that was compiled to find the fault."""
+    x = jnp.ones((2, 4))
+    events: list[str] = []
+
+    def step(scaler: GradScaler, w: jax.Array) -> Any:
+        loss = autocast(lambda w: (x @ w).sum(), dtype="float16")
+        return scaler.step(jax.grad(lambda w: scaler.scale(loss(w)))(w), lambda g, w: w - g, w)
+
+    def listener(event: str, *_: object, **__: object) -> None:
+        events.append(event)
+
+    def compiled(scale: float, divisor: int) -> int:
+        events.clear()
+        fault: Any = locate(step, GradScaler(init_scale=scale), jnp.ones((4, 4)))
+        assert f"Divide the loss scale by {divisor}," in fault.remedy
+        return sum("backend_compile" in event for event in events)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        compiled(2.0**16, 2)  # with all that is compiled once in a process
+        assert 0 < compiled(2.0**30, 2**15) < 12  # of which two are twins; six scales are tried
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)

@@ -6,6 +6,7 @@
 `locate` of both frameworks tries. Nothing here knows a framework.
 """
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -54,8 +55,8 @@ def tried(fault: Fault, ops: Sequence[str], repeat: Repeat, scaled: bool) -> Fau
         return fault._replace(remedy=_NOT_AGAIN)
     known = known._replace(why=fault.why.removesuffix(f"; {UNTRIED_WIDE}"))
     scale = 2.0**-_SCALES if scaled else 1.0
-    if scaled and fault.direction == BACKWARD and not _breaks(repeat(scale=scale)):
-        return known._replace(remedy=_scale(repeat))
+    if scaled and fault.direction == BACKWARD and not _breaks(fine := repeat(scale=scale)):
+        return known._replace(remedy=_scale(repeat, fine))
     named: dict[str, str] = {}  # ops in float32, as policies call them, each with its modules
     while _breaks(found) and found.region and len(named) < _MOST:
         op = found.op if vocabulary().op_of(found.op) else found.spelling
@@ -107,15 +108,17 @@ def _so(found: Fault | None) -> str:
     return f". With that, this step was tried, and is finite {rest}."
 
 
-def _scale(repeat: Repeat) -> str:
-    """The remedy of a gradient that is finite with a smaller loss scale."""
+def _scale(repeat: Repeat, fine: Fault | None) -> str:
+    """The remedy of a gradient that is finite with a smaller loss scale, and all else `fine`."""
     low, high = 0, _SCALES  # powers of two: by the first it breaks, by the second it does not
     while high - low > 1:
         middle = (low + high) // 2
-        found = repeat(scale=2.0**-middle)
-        low, high = (middle, high) if _breaks(found) else (low, middle)
+        if _breaks(found := repeat(scale=2.0**-middle)):
+            low = middle
+        else:
+            high, fine = middle, found
     return (
-        f"Divide the loss scale by {2**high}{TRIED}. A scaler lowers it by itself, as it skips "
+        f"Divide the loss scale by {2**high}{_so(fine)} A scaler lowers it by itself, as it skips "
         "steps; or give it a smaller init_scale."
     )
 
@@ -168,7 +171,7 @@ def remedy_of(fault: Fault) -> str:
     """Return the change that may help where an op made a value that is not finite."""
     if fault.remedy:
         return fault.remedy
-    if fault.kind == "input" and ".grad" in fault.why:
+    if fault.kind == "input" and re.search(r"\.grad (is|of)", fault.why):  # of a tensor of torch
         return "Call zero_grad() before the backward pass, which adds to what is there."
     if fault.kind == "input":
         return "Look at the data or the parameters."

@@ -368,7 +368,12 @@ class Policy:
         Returns:
             The rows, in the policy's order.
         """
-        used = {call.row for call in report}
+        used = set[Row | None]()
+        for call in report:
+            row = call.row
+            while row not in used:
+                used.add(row)
+                row = None if row is None else row.part_of
         return tuple(row for row in self.rows if row not in used)
 
 
@@ -390,7 +395,7 @@ def _winner(policy: Policy, op: str, dtype: str, spelling: str) -> Row | None:
             return row
         means = f": what {name} = {row.rule} means where there are no kernels for low dtypes"
         source = f"{row.source}{means}"
-        return Row(f"class:{kind}", Rule.FP32, row.dtype, row.scope, source=source)
+        return replace(row, of=f"class:{kind}", rule=Rule.FP32, source=source, part_of=row)
 
     named = (of(name) for name in (spelling, op, f"class:{known.kind}" if known else "") if name)
     if row := next(filter(None, named), None) or of_every_op("all"):

@@ -59,6 +59,7 @@ class Row:
     instead: str = ""  # for forbid, the op to use instead
     # The policy or file that the row was written in; rows are equal without it.
     source: str = field(default="", compare=False)
+    part_of: "Row | None" = field(default=None, compare=False, repr=False)  # that it was made from
 
     def __post_init__(self) -> None:
         where, of_op = self.source or "a policy's row", f"for op {self.of!r}"
@@ -107,7 +108,7 @@ class Row:
         taken = {low for row in others for low in ((row.dtype,) if row.dtype else LOW)}
         if not mine & taken:
             return (self,)
-        return tuple(replace(self, dtype=low) for low in sorted(mine - taken))
+        return tuple(replace(self, dtype=low, part_of=self) for low in sorted(mine - taken))
 
     @property
     def where(self) -> str:

@@ -312,9 +312,10 @@ def _results(
     """The measured results of a program's calls, each with the number of its event."""
     events, made = program.events, list[Magnitudes | float]()
     for event, fact in zip(events, facts, strict=True):
-        lost = float(fact.lost.reshape(-1, 3)[:, 2].mean()) if fact.lost.size else 0.0
+        _, lost = _of_what_ran(fact)
+        share = float(lost[:, 2].mean()) if lost.size else 0.0
         ends = event.group is not None
-        made.append((_magnitudes(event, fact) if ends else None) or lost)
+        made.append((_magnitudes(event, fact) if ends else None) or share)
     back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
     rows = zip(events, made, gone, strict=True)
@@ -327,26 +328,39 @@ def _results(
             magnitudes = magnitudes.scaled(1 / scale)
         yield Measured(
             call.op, call.spelling, call.module, call.source, call.direction, call.region,
-            call.row, event.dtype, magnitudes,
+            call.row, event.dtype, magnitudes, _numbers_lost(event),
         ), number  # fmt: skip
 
 
 def _magnitudes(event: Event, fact: Facts) -> Magnitudes | None:
     """Those of an event; None of a branch that was not taken, and of a loop without a round."""
-    peaks = fact.peak.reshape(-1)
-    peaks = peaks[(peaks >= 0) | np.isnan(peaks)]  # of what ran
+    peaks, lost = _of_what_ran(fact)
     if not peaks.size:
         return None
     bins = np.bincount(fact.sample.reshape(-1).astype(int), minlength=BINS + 1)[:BINS]
-    lost = fact.lost.reshape(-1, 3) if fact.lost.size else np.zeros((1, 3))
+    times = event.site.times * peaks.size // fact.peak.size
     return Magnitudes.measured(
-        math.prod(event.site.eqn.outvars[0].aval.shape) * event.site.times,
+        math.prod(event.site.eqn.outvars[0].aval.shape) * times,
         tuple(bins.tolist()),
         peaks.tolist(),
         float(lost[:, 1].mean()),
         float(lost[:, 2].mean()),
         float(np.max(lost[:, 0], where=np.isfinite(lost[:, 0]) & (lost[:, 1] > 0), initial=0)),
     )
+
+
+def _numbers_lost(event: Event) -> tuple[float, ...]:
+    """The numbers of the program that the dtype of an event makes 0 or 1, as they were written."""
+    found = {x for _, x in event.numbers if rounded(x, event.dtype) is not None}
+    return tuple(sorted(float(f"{x:.7g}") for x in found))
+
+
+def _of_what_ran(fact: Facts) -> tuple[Any, Any]:
+    """Peaks and losses without those of branches that were not taken: [rounds], [rounds, 3]."""
+    peaks = fact.peak.reshape(-1)
+    ran = (peaks >= 0) | np.isnan(peaks)
+    lost = fact.lost.reshape(-1, 3) if fact.lost.size else np.zeros((peaks.size, 3))
+    return peaks[ran], lost[ran]
 
 
 # Gradients
@@ -501,7 +515,7 @@ def nodes_of(
             burst = bool(bad) and bool(np.isfinite(fact.lost[first][0]))
             vanished = float(fact.lost[..., 2].max())
             ones = bool(((np.asarray(fact.peak) == 1) & (fact.lost[..., 0] < 1)).any())
-        numbers = {x for _, x in event.numbers if rounded(x, event.dtype) is not None}
+        numbers = _numbers_lost(event)
         nodes.append(
             Node(
                 inputs=(*event.inputs, *event.later),
@@ -510,7 +524,7 @@ def nodes_of(
                 burst=burst,
                 tried=bool(fact.lost.size) or event.dtype != "float16",
                 vanished=vanished,
-                numbers=tuple(sorted(numbers)) if ones or vanished > 0 else (),
+                numbers=numbers if ones or vanished > 0 else (),
                 spoiled=next((spoiled[at] for at in event.outside if at in spoiled), ""),
                 given=event.given,
                 value=bool(event.dtype),

@@ -229,7 +229,8 @@ class MeasuredCall(Placed[Origin]):
         elif (number := self.numbers[key]) is not None:  # a loop's equation is met again
             event = events[number]
             later = tuple(sorted(through.events.difference(event.inputs)))
-            events[number] = event._replace(later=later)
+            outside = tuple(sorted(through.outside))
+            events[number] = event._replace(later=later, outside=outside, given=through.given)
         if (number := self.numbers[key]) is not None and (self.once or key not in self.unlisted):
             through = Origin(frozenset([number]))
         return [through] * len(eqn.outvars)
@@ -386,7 +387,7 @@ class Twin(Placed[jax.Array]):
         places = {id(x): at for at, x in enumerate(self._outside)}
         values = list(self._came[id(outs[0])][1].values())
         self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
-        found = [operand_numbers(jnp, real(x).astype(jnp.float32)) for x in values]
+        found = [operand_numbers(jnp, real(x).astype(_exact(x))) for x in values]
         return Facts(operands=jnp.stack(found)) if found else Facts()
 
     def _follow(self, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> None:
@@ -505,10 +506,14 @@ def real(x: jax.Array) -> jax.Array:
 def peak(*arrays: jax.Array) -> jax.Array:
     """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
     arrays = tuple(map(real, arrays))
-    wide = [np.float64 if x.dtype == np.float64 else np.float32 for x in arrays]
-    sizes = [lax.convert_element_type(*both) for both in zip(arrays, wide, strict=True)]
+    sizes = [lax.convert_element_type(x, _exact(x)) for x in arrays]
     peaks = [largest_magnitude(x, range(x.ndim)) for x in sizes]
     return reduce(jnp.maximum, peaks)
+
+
+def _exact(x: jax.Array) -> Any:
+    """A dtype that has the numbers of an array of real ones."""
+    return np.float64 if x.dtype == np.float64 else np.float32
 
 
 def few(x: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real
 from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.snapshot import Snapshot
+from polymp.backends.torch.snapshot import Snapshot, training_objects
 from polymp.diagnostics.audit_records import Fault, operand_numbers
 from polymp.diagnostics.blame import tell_nothing_found
 from polymp.diagnostics.remedy import Change, remedy_of, tried
@@ -91,7 +92,7 @@ def locate(
     step = partial(step_fn, *args, **kwargs)
     first = _replayed(step, model, given)
     if first.fault is None:
-        why = "the step ran no op of torch, so that there was nothing to look at"
+        why = "the step ran no op of torch on floats, so that there was nothing to look at"
         tell_nothing_found(why * first.empty)
         return None
     if first.talked:  # other ranks may have found nothing, and would not come again
@@ -129,6 +130,7 @@ def _replayed(
 ) -> Replay:
     """Run a step and put back what it wrote; see `Repeat` for the change and the scale."""
     values = LocateValues(model, given, scale)
+    values.keep_grads(step, model)
     stream = OpStream(model, values, counts=False)
     stream.instead = change
     try:
@@ -169,7 +171,6 @@ class LocateValues(Values):
         self._new: set[int] = set()  # keys of memory that the step makes of no floats
         self._written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._keep_grads(model.parameters() if model is not None else ())  # may go before any op
         self._steps: list[Snapshot] = []  # before those of optimizers
         self._dicts: list[tuple[Any, Any]] = []  # of scalers and schedulers, with copies
 
@@ -196,6 +197,13 @@ class LocateValues(Values):
         return self._meeting.with_others
 
     # What the step writes
+
+    def keep_grads(self, step: Callable[[], object], model: nn.Module | None) -> None:
+        """Keep the gradients that `zero_grad` may drop before any op runs."""
+        found = training_objects(step, [model])
+        groups = (group["params"] for it in found.optimizers for group in it.param_groups)
+        models = (it.parameters() for it in found.models)
+        self._keep_grads(chain.from_iterable((*models, *groups)))
 
     def sees(self, facts: OpFacts, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
         self._keep_grads(tensors(*args, *kwargs.values()))
@@ -258,7 +266,9 @@ class LocateValues(Values):
 def _operand(t: torch.Tensor) -> torch.Tensor:
     if not measurable(t):
         return torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])
-    return operand_numbers(torch, real(t.detach()).to(torch.float32))  # type: ignore[no-any-return]
+    x = real(t.detach())
+    x = x if x.dtype is torch.float64 else x.to(torch.float32)
+    return operand_numbers(torch, x)  # type: ignore[no-any-return]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

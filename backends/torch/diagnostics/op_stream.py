@@ -233,7 +233,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             at = next(i for i in reversed(range(len(self.calls))) if self.calls[i] is op_call)
             del self.calls[at]  # a view, or made of other calls, which are in the list
         op_call.outputs = dtypes(float_tensors(result))
-        if entry.decision.run == "float32" and op_call.run:
+        if entry.decision.run == "float32" and op_call.run and "float32" in op_call.outputs:
             op_call.run = ("float32",)  # also if the op casts inside, as softmax(dtype=) does
         op_call.spared(given)
         return result

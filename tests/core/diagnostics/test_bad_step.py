@@ -55,7 +55,7 @@ REMEDIES: list[tuple[Fault | None, tuple[float, ...], str]] = [
     (fault("overflow"), *GREW),
     (fault("number", remedy=EPS)._replace(direction="update"), (), EPS),
     (fault("number", remedy=EPS), *GREW),
-    (fault("input", why="'w.grad' is NaN"), (), GRAD),
+    (fault("input", why="w.grad is not finite before any op runs"), (), GRAD),
     (fault("input", why="x is NaN"), (), "Look at the data or the parameters."),
     (fault("index", why="i is 9"), (), "Look at the data."),
     (fault("overflow", inputs=(LARGE._replace(name="w"),)), (), f"w {SIZE}"),

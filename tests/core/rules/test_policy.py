@@ -1,6 +1,7 @@
 """Policies and rows as values: equality, module paths, and rows that never applied."""
 
 import pickle
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -203,3 +204,21 @@ def test_rows_for_all_ops_that_lower_mean_float32_without_low_kernels(rows: dict
     assert policy.why("add", "bfloat16").row.of in rows
     named = policy.override(rules={"class:fft": "lower"})
     assert named.why("fft_fft", "float16").row.rule == "lower"
+
+
+def test_a_row_is_used_if_a_part_of_it_or_what_it_means_decided() -> None:
+    """In a module that has a row for the other dtype; and for an op without low kernels."""
+    scopes = {"head": {"softmax": {"float16": "lower"}}}
+    split = polymp.policy({"rules": {"softmax": "fp32"}, "scopes": scopes})
+    below = polymp.policy({"rules": {"softmax": "fp32"}})
+    over = below.override(rules={"softmax": {"float16": "lower"}})
+    for policy, op, unused in (
+        (split, "softmax", ["softmax (float16) in 'head'"]),
+        (over, "softmax", ["softmax (float16)"]),
+        (polymp.policy({"rules": {"all": "lower"}}), "fft_fft", []),
+    ):
+        row = policy.at("head").winner(op, "bfloat16")
+        assert row is not None
+        found = policy.unused([SimpleNamespace(row=row)])
+        assert [row.of + row.where for row in found] == unused
+        assert len(policy.unused([])) == len(policy.rows)

@@ -476,3 +476,34 @@ def test_a_wrong_peak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracles above compare with numpy: half of it would not pass."""
     monkeypatch.setattr(instrument, "peak", lambda *arrays: jnp.float32(1.0))
     assert told(lambda x: x * 2, X)["mul"].largest != 6.0
+
+
+def test_shares_are_of_the_rounds_in_which_a_branch_was_taken() -> None:
+    """One of ten, in which all values vanish."""
+
+    def step(x: jax.Array) -> jax.Array:
+        def once(c: jax.Array) -> jax.Array:
+            return (c.astype(jnp.float16) * jnp.float16(1e-4)).astype(jnp.float32) + c
+
+        def turn(c: jax.Array, i: jax.Array) -> tuple[jax.Array, None]:
+            return lax.cond(i == 0, once, lambda c: c, c), None
+
+        return lax.scan(turn, x, jnp.arange(10))[0].sum()
+
+    audited = audit(step)
+    audited(jnp.full(8, 1e-5))
+    (product,) = (m for m in audited.audit.results if m.op == "mul")
+    assert product.magnitudes.vanished == 1.0
+    assert product.magnitudes.values == 8
+
+
+def test_a_constant_that_the_dtype_makes_zero_is_named() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        h = x @ w
+        return (h / ((h * h).sum() + 1e-12)).sum()
+
+    audited = audit(autocast(step, dtype="float16", policy={"rules": {"all": "lower"}}))
+    audited(jnp.ones((4, 4)), jnp.ones((4, 4)))
+    (added,) = (m for m in audited.audit.results if m.op == "add")
+    assert added.numbers == (1e-12,)
+    assert audited.audit.suggest().rules == {"add": "fp32"}

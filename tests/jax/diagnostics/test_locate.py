@@ -640,3 +640,11 @@ def test_other_loss_scales_are_tried_without_compiling_again() -> None:
         assert 0 < compiled(2.0**30, 2**15) < 12  # of which two are twins; six scales are tried
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def test_an_input_that_a_loop_reads_in_a_later_round_is_named() -> None:
+    def swapping(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.scan(lambda c, _: ((c[1], c[0]), jnp.sin(c[0])), (a, b), None, length=2)[1]
+
+    fault = fault_of(swapping, jnp.float32(1), jnp.float32(jnp.inf))
+    assert (fault.kind, fault.why) == ("input", "b is not finite before any op runs")

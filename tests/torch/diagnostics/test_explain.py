@@ -549,3 +549,11 @@ def test_kernels_stay_until_no_other_thread_can_be_in_one(
         thread.join()
     in_a_block(x)
     assert not they_stay()
+
+
+def test_an_op_that_was_asked_for_another_dtype_ran_in_it() -> None:
+    x = torch.ones(2, 2, dtype=torch.bfloat16)
+    with explain() as report, autocast("cpu", torch.bfloat16, policy="amp"):
+        torch.softmax(x, -1, dtype=torch.bfloat16)
+        torch.softmax(x, -1)
+    assert [call.run for call in report.of("softmax")] == ["bfloat16", "float32"]

@@ -84,6 +84,33 @@ def test_a_scheduler_is_put_back(name: str) -> None:
     assert str(state()) == before
 
 
+@pytest.mark.parametrize("factor", [1.0, math.inf])
+def test_gradients_that_zero_grad_drops_are_put_back(factor: float) -> None:
+    """Of parameters that no op has read yet, and of which no model was given."""
+    p = nn.Parameter(torch.ones(2))
+    p.grad = grad = torch.ones(2)
+    optimizer = torch.optim.SGD([p], lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        (p * factor).sum().backward()
+
+    assert (locate(step) is None) == (factor == 1.0)
+    assert p.grad is grad
+
+
+def test_inputs_beyond_float32_are_shown_as_they_are() -> None:
+    fault: Any = locate(lambda x: x * x, torch.tensor([1e300], dtype=torch.float64))
+    assert fault.inputs[0].largest == 1e300
+
+
+def test_a_parameter_whose_name_has_grad_is_no_gradient() -> None:
+    model = nn.Module()
+    model.grad_scale = nn.Parameter(torch.tensor([math.inf]))
+    fault: Any = locate(lambda model: model.grad_scale * 2, model)
+    assert fault.remedy == "Look at the data or the parameters."
+
+
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, polymp.torch.GradScaler])
 def test_a_scaler_or_scheduler_that_was_refused_is_nobodys(scaler: Any) -> None:
     """Its traceback keeps an object that has no state yet."""

@@ -110,7 +110,8 @@ class Blame(NamedTuple):
 def blame(nodes: Sequence[Node]) -> Blame | None:
     """Find the node at which a run's numbers broke.
 
-    Infinities that the program has as constants are no fault, until an op makes NaN of them.
+    Infinities that the program has as constants are no fault, until an op makes NaN of them or they
+    are the loss.
     """
     nodes = _with_calls(nodes)
     reaches, hidden = _bad_ones(nodes)

@@ -3,7 +3,7 @@
     a fault -> the step again, with ops in float32 -> the fault, with what helped
     a fault of a run that cannot be repeated       -> what may help
 
-`locate` of both frameworks tries. Nothing here knows a framework.
+`locate` of both frameworks tries. Nothing here runs a framework.
 """
 
 import re
@@ -26,7 +26,7 @@ TRIED = ", with which this step was tried and is finite"
 # A change of the policies of a step's regions.
 Change = Callable[[Policy], Policy]
 
-# So many ops that break one after another are named; of more, it is better to use another dtype.
+# So many ops that break one after another are named; beyond that, all in float32 are tried.
 _MOST = 3
 
 # By so many powers of two a loss scale may be too large.

@@ -65,8 +65,9 @@ class Policy:
     """A named table of rules. Frozen, hashable, equal by value.
 
     The most specific row wins: one with a scope over one without, for the same op; a spelling over
-    its op, an op over its class, a class over "all" and that over "default"; among those, one for
-    the region's dtype. A class in a scope does not win over an op without; "all" in a scope does.
+    its op, an op over its class, a class over "all", that over the rule of `register_op`, and this
+    over "default"; among those, one for the region's dtype. A class in a scope does not win over an
+    op without; "all" in a scope does.
 
     Attributes:
         name: what messages call it.
@@ -218,15 +219,15 @@ class Policy:
             fp8        as lower, if the product cannot run in 8 bits
             fp32       run = float32           out = as computed
             fp32_keep  run = float32           out = widest input
-            widest     run = widest input      out = as computed
+            widest     run = widest of region dtype and inputs     out = as computed
             first      run = first input       out = as computed
             keep       nothing is cast, in the op and in what it is made of
             parts, no row, region disabled     nothing is cast
 
         Args:
             op: its name in the vocabulary; "" for a spelling that it lacks.
-            dtypes: of the float inputs on the region's device, in order. float64 and dtypes that
-                `polymp.dtypes` lacks are passed over.
+            dtypes: of the float inputs on the region's device, in order. float64, but by rule
+                `first`, and dtypes that `polymp.dtypes` lacks are passed over.
             region: the region the op is called in.
             spelling: the framework's own name of the op, with its prefix.
 

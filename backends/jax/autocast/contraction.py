@@ -63,7 +63,7 @@ def spec_of(of: core.Primitive, params: Mapping[str, object], run: str, out: str
 
 
 def contract(spec: Contraction, *operands: jax.Array) -> jax.Array:
-    """The primitive on low operands, added up in float32."""
+    """The primitive, which casts its operands to the low dtype and adds up in float32."""
     result: jax.Array = contraction_p.bind(*compat.varying_alike(*operands), spec=spec)
     return result
 
@@ -220,7 +220,7 @@ def widened(*operands: jax.Array, spec: Contraction) -> jax.Array:
 
 
 def row_by_row(*operands: jax.Array, spec: Contraction) -> jax.Array:
-    """Low operands laid out for XLA's fast kernel on CPU, and a float32 result; see FORMS.
+    """Low operands laid out for XLA's fast kernel on CPU, which adds up in float32; see FORMS.
 
     The kernel takes a lhs of two rows or more that is contracted on its last dimensions, and both
     operands row by row in memory. A unit dimension after a transpose makes one lie so; the rhs of

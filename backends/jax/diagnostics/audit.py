@@ -5,8 +5,9 @@
     print(audited.audit)
 
 The function itself runs as it always does. Beside it runs a twin of its traced program, which hands
-out nothing but measurements; they are read when somebody asks. `locate` runs the twin alone. In the
-measurements `blame` follows what is not finite at the end back to the op that made it.
+out nothing but measurements; they are read when somebody asks. `locate` runs twins, and the program
+itself where rounding may make the two differ. In the measurements `blame` follows what is not
+finite at the end back to the op that made it.
 """
 
 import math
@@ -553,7 +554,7 @@ def fault(
     operands: Sequence[Operand],
     facts: Sequence[Facts],
 ) -> Fault:
-    """The fault that was found."""
+    """Put what `blame` found in words: the op, its inputs, and for an optimizer's what helps."""
     event, first = program.events[found.node], program.events[found.first]
     call, other = program.call_of(event.site), program.call_of(first.site)
     assert call is not None, "what computes with floats is part of a call"

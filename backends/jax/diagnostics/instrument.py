@@ -1,6 +1,6 @@
-"""A program's twin: the same equations, and beside its results what they were, measured.
+"""A program's twin: the same equations, which return measurements of what they make.
 
-    traced call -> MeasuredCall -> Twin;  jit(twin.run)(arrays) -> measurements
+    traced call -> MeasuredCall -> Twin;  twin.read(twin.packed(arrays)) -> measurements
 
 The twin is another program than the one whose numbers are asked for, so that one stays as it is;
 XLA may fuse the two differently, and last digits of what is measured may be others. The equation
@@ -301,7 +301,7 @@ class Twin(Placed[jax.Array]):
         self.given: list[tuple[str, tuple[int, ...], int | None]] = []
         self._outside: Sequence[jax.Array] = ()
         self._facts: list[Facts] = []  # of the events so far, of the program that is gone through
-        self._shapes: list[tuple[int, ...]] = []  # of each fact
+        self._shapes: list[tuple[int, ...]] = []  # of each part of the facts
         self.packed: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
 
     def _packed(self, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -1,7 +1,8 @@
 """`locate`: replay a step that broke, and name the op that broke it.
 
-The step runs once more under a tracer that measures the inputs of ops, too. Afterwards the
-tensors that it wrote get their old values back, so that training can go on.
+The step runs once more, watched by an `OpStream`, and the inputs of ops that may be at fault are
+measured. After a fault in a region it runs again with other policies, to find one that helps. Each
+time, what it wrote gets its old values back, so that training can go on.
 """
 
 import gc
@@ -245,7 +246,7 @@ class LocateValues(Values):
             before.put_back()
         with torch.no_grad():
             for memory, was in self._written.values():
-                if memory.nbytes() >= was.nbytes:  # less has been freed, as FSDP does
+                if memory.nbytes() >= was.nbytes:  # else it was freed, as FSDP does
                     _bytes(memory)[: was.nbytes].copy_(was)
         for t, grad in self._grads.values():
             t.grad = grad
@@ -258,8 +259,7 @@ class LocateValues(Values):
     def noted(self, ran: Ran, event: Event, results: list[torch.Tensor]) -> None:
         lost = event.lost is not None and any(self.ranges.read([event.lost.both]))
         finite = all(map(math.isfinite, self.ranges.read(event.ranges)))
-        writes = not ran.casts and ran.facts.writes  # what it read has other values now
-        if not writes and (lost or event.numbers or not finite):
+        if not ran.facts.writes and (lost or event.numbers or not finite):
             event.operands = tuple(map(_operand, ran.reads))
 
 

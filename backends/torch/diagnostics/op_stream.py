@@ -58,8 +58,9 @@ _SEEN_BELOW = frozenset({"layout", "indexing", "accumulation"})
 class Subscriber:
     """Hears of the ops of an `OpStream`.
 
-    The ops that it runs are cast by no region, and no stream sees them; in `before` and `viewed` it
-    runs them in `Own`, which takes too long to be entered at each op for those that run none.
+    Ops that it runs in `Own` are cast by no region, and no stream sees them. It is called in `Own`,
+    but for `sees`, `before` and `viewed`, which enter that where they run ops: it takes too long
+    to be entered at each op.
     """
 
     # The stream, which has this object: a cycle would keep the tensors of a step in memory.
@@ -93,7 +94,7 @@ class Subscriber:
     def unwatched(
         self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs, result: object
     ) -> None:
-        """Called after an op that reads no float and is no view."""
+        """Called after an op that makes no float of floats, as `zeros_like`, and is no view."""
 
     def follows(self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> bool:
         """Return whether to follow an op that reads no float: for a constant that it is given."""
@@ -188,7 +189,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._of_node: dict[int, OpCall] = {}
         self._first_node = 0
         self._open: list[OpCall] = []
-        self._next: decision_log.Entry | None = None  # of a registered op that runs after its casts
         self._mode = _Mode(self, compiled)
         self.hear: Subscriber = subscriber or Subscriber()
         self.hear.of = weakref.ref(self)
@@ -204,12 +204,12 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self, entry: decision_log.Entry, run: Callable[..., Any], *args: object
     ) -> Any:  # `args` end with those of the call, and its keyword arguments
         """Run an op whose kernel was called; ops that run meanwhile are part of it."""
-        if isinstance(self.outer, OpStream):
-            run = partial(self.outer.around, entry, run)
         if not self.region[0]:
             self.region = entry.low, entry.policy
         if self.instead is not None:
             entry, args = self._instead(self.instead, entry, args)
+        if isinstance(self.outer, OpStream):
+            run = partial(self.outer.around, entry, run)
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
             return run(*args)  # the dispatch mode sees the ops in it
         place, direction, origin = self.where(sys._getframe(1))
@@ -233,7 +233,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             at = next(i for i in reversed(range(len(self.calls))) if self.calls[i] is op_call)
             del self.calls[at]  # a view, or made of other calls, which are in the list
         op_call.outputs = dtypes(float_tensors(result))
-        if entry.decision.run == "float32" and op_call.run and "float32" in op_call.outputs:
+        asked = entry.decision.out is None and "float32" not in op_call.outputs  # by its dtype=
+        if entry.decision.run == "float32" and op_call.run and not asked:
             op_call.run = ("float32",)  # also if the op casts inside, as softmax(dtype=) does
         op_call.spared(given)
         return result
@@ -250,10 +251,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         on_device = op_on(entry.spelling.removeprefix("aten:"), own.region.device)
         other = on_device.in_region(_with_policy(own.region, policy), args[-2])
         return on_device.log_entry(other, args[-2]), (other, *args[1:])
-
-    def note(self, entry: decision_log.Entry) -> None:
-        """Note the decision for a registered op; its casts and the op run next."""
-        self._next = entry
 
     # Called by the dispatch mode
 
@@ -300,14 +297,9 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         return self._of_node.get(node)
 
     def _alone(self, func: torch._ops.OpOverload, place: CallSite, direction: str) -> OpCall:
-        entry, name = self._next, func.overloadpacket.__name__
         overload = func.name().removeprefix("aten::")
-        spelling = f"aten:{overload}"
-        if entry is not None and entry.spelling == spelling:
-            self._next = None
-            at = place, direction, entry.low, entry.row
-            return OpCall(entry.op, spelling, *at, entry.dtypes)
-        return OpCall(name_of(overload, name), spelling, place, direction)
+        op = name_of(overload, func.overloadpacket.__name__)
+        return OpCall(op, f"aten:{overload}", place, direction)
 
     def made_by(self, op_call: OpCall) -> None:
         """Remember which call the autograd node that was made last belongs to."""
@@ -404,7 +396,7 @@ class _Mode(modes.OpMode):
         if followed:
             facts = facts_of(func)
             hear.sees(facts, func, args, kwargs)
-        if types and modes.unwrapped_first(types):
+        if modes.unwrapped_first(types):
             return NotImplemented
         if not followed or stream.looks_away:
             return func(*args, **kwargs)
@@ -438,7 +430,7 @@ class _Mode(modes.OpMode):
             ran.gradient = by is GRADIENT
         elif flow is not None:
             flow.over = True
-        read = dtypes(reads) if stream.counts else ()  # before an op writes into one
+        read = dtypes(reads) if stream.counts else ()
         hear.before(ran)
         result = func(*args, **kwargs)
         made = stream.floats(result)

@@ -95,7 +95,8 @@ def record(
     With probes, the record also has how far rounding moves each of these numbers. A probe is the
     same step with every result moved by a share of its rounding; probes run op by op beside the
     step. Each takes its memory again, and three to five times its time; without probes, a recorded
-    step takes about three times its time, on CPUs, and seven times with tiny tensors.
+    step takes two to four times its time, on CPUs, eight to ten times with tiny tensors, and the
+    memory of a copy of the parameters.
 
     Of code that torch.compile has compiled, the first result of each forward graph is recorded, and
     no ops: to find the block that differs, compile block by block, `block.compile()`. How far

@@ -70,7 +70,7 @@ class GradScaler(DeviceState):
         scaler.update()                  # back off after an overflow, grow after a good streak
 
     Args:
-        device: where the scale lives: "cuda", "cpu", ...
+        device: of the training: "cuda", "cpu", ... The scale lives where the first loss is.
         init_scale: the first scale; any positive float32 number, or one from `min_scale` to
             `max_scale` where these are given.
         growth_factor: multiplies the scale after `growth_interval` steps in a row without a skip.
@@ -301,7 +301,7 @@ class GradScaler(DeviceState):
         """Set the growth factor.
 
         Args:
-            new_factor: a number above 1; others raise as in `GradScaler`.
+            new_factor: a number above 1; others raise a ValueError.
         """
         if self._enabled:
             self._change(scaling.checked(self._rule._replace(growth=new_factor)))
@@ -314,7 +314,7 @@ class GradScaler(DeviceState):
         """Set the backoff factor.
 
         Args:
-            new_factor: a number between 0 and 1; others raise as in `GradScaler`.
+            new_factor: a number between 0 and 1; others raise a ValueError.
         """
         if self._enabled:
             self._change(scaling.checked(self._rule._replace(backoff=new_factor)))
@@ -327,7 +327,7 @@ class GradScaler(DeviceState):
         """Set the growth interval.
 
         Args:
-            new_interval: in steps, from 1; other numbers raise as in `GradScaler`.
+            new_interval: in steps, from 1; other numbers raise a ValueError.
         """
         if self._enabled:
             self._change(scaling.checked(self._rule._replace(interval=new_interval)))
@@ -374,7 +374,7 @@ class GradScaler(DeviceState):
             optimizer: the optimizer.
 
         Returns:
-            bool [], on the scale's device.
+            bool [], on the scale's device; on the CPU where it is False for certain.
 
         Raises:
             RuntimeError: the scaler has not looked at the optimizer in this iteration or the last.

@@ -232,7 +232,8 @@ def _is_same(one: ClosedProgram, other: ClosedProgram) -> bool:
     (program, own), (another, its) = compat.opened(one), compat.opened(other)
     if len(own) != len(its) or str(program) != str(another):
         return False
-    return all(np.array_equal(*both, equal_nan=True) for both in zip(own, its, strict=True))
+    pairs = zip(own, its, strict=True)
+    return all(a is b or np.array_equal(a, b, equal_nan=True) for a, b in pairs)
 
 
 def _scales(program: MeasuredCall) -> bool:
@@ -339,7 +340,7 @@ def _magnitudes(event: Event, fact: Facts) -> Magnitudes | None:
     if not peaks.size:
         return None
     bins = np.bincount(fact.sample.reshape(-1).astype(int), minlength=BINS + 1)[:BINS]
-    times = event.site.times * peaks.size // fact.peak.size
+    times = max(event.site.times * peaks.size // fact.peak.size, 1)
     return Magnitudes.measured(
         math.prod(event.site.eqn.outvars[0].aval.shape) * times,
         tuple(bins.tolist()),

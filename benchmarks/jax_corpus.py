@@ -78,6 +78,7 @@ def measured(name: str, rounds: int, clock: Callable[[], float], first: int) -> 
         clock: what a figure is read from.
         first: which of `COMPILED` is compiled first, by number.
     """
+    corpus()  # in a process of its own
     program, fn = problem(name).program, problem(name).fn
     made = {}
     for kind in COMPILED[first:] + COMPILED[:first]:

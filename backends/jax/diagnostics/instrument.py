@@ -112,7 +112,7 @@ class MeasuredCall(Placed[Origin]):
         own = ends[len(invars) :]
         self.results = self.program(self.closed, ends[: len(invars)], (), own)  # their origins
 
-    def twin(self, ask: int | None = None, options: "Options" = None) -> "Twin":
+    def twin(self, ask: int | None = None, options: "CompilerOptions" = None) -> "Twin":
         """Its twin, compiled once for each event whose operands are asked for, and options."""
         key = ask, tuple((options or {}).items())
         if key not in self._twins:
@@ -285,7 +285,7 @@ _Made = tuple[list[jax.Array], list[Facts]]
 class Twin(Placed[jax.Array]):
     """The program of a call in which its events are measured; or the operands of one alone."""
 
-    def __init__(self, call: MeasuredCall, ask: int | None, options: "Options") -> None:
+    def __init__(self, call: MeasuredCall, ask: int | None, options: "CompilerOptions") -> None:
         self.call = call
         self.ask = ask  # that event; the operands are those of its call
         self._asked: set[Key] = set()  # the equations of that call
@@ -441,10 +441,10 @@ class Twin(Placed[jax.Array]):
 
 
 # Options of XLA.
-Options = dict[str, bool | int] | None
+CompilerOptions = dict[str, bool | int] | None
 
 
-def quick_options(arrays: Sequence[jax.Array]) -> Options:
+def quick_options(arrays: Sequence[jax.Array]) -> CompilerOptions:
     """Options of XLA with which a twin that runs once takes less time in all, on CPUs.
 
     A twin has several times the ops of its program, and nearly all of the first call is compiling.

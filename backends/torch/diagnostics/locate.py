@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
 from polymp.backends.torch.diagnostics.op_call import OpFacts, Own, Ran, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
+from polymp.backends.torch.diagnostics.perturb import wide
 from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real
 from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
@@ -267,8 +268,7 @@ def _operand(t: torch.Tensor) -> torch.Tensor:
     if not measurable(t):
         return torch.tensor([math.inf, 0.0, 0.0, 0.0, 0.0, 0.0])
     x = real(t.detach())
-    x = x if x.dtype is torch.float64 else x.to(torch.float32)
-    return operand_numbers(torch, x)  # type: ignore[no-any-return]
+    return operand_numbers(torch, x.to(wide(x)))  # type: ignore[no-any-return]
 
 
 def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -219,6 +219,24 @@ def widened(*operands: jax.Array, spec: Contraction) -> jax.Array:
     return result_as_asked(*operands, spec=spec, read="float32", accumulator="float32")
 
 
+def multiplied(lhs: jax.Array, rhs: jax.Array, spec: Contraction) -> jax.Array:
+    """Values of bfloat16, all products of them, and their sums: a loop that XLA fuses with others.
+
+    A library that XLA on CPU calls for sums leaves out a cast there and back.
+    """
+    (lc, rc), (lb, rb) = spec.params["dimension_numbers"]
+    lf, rf = (
+        [d for d in range(x.ndim) if d not in (*contracted, *batch)]
+        for x, contracted, batch in ((lhs, lc, lb), (rhs, rc, rb))
+    )
+    lhs, rhs = (lax.reduce_precision(x.astype("float32"), 8, 7) for x in (lhs, rhs))
+    rows, columns, summed = len(lb) + len(lf), len(rf), len(lc)
+    lhs = lax.expand_dims(lax.transpose(lhs, (*lb, *lf, *lc)), range(rows, rows + columns))
+    rhs = lax.expand_dims(lax.transpose(rhs, (*rb, *rf, *rc)), range(len(lb), rows))
+    made = (lhs * rhs).sum(tuple(range(rows + columns, rows + columns + summed)))
+    return lax.convert_element_type(made, spec.out)
+
+
 def row_by_row(*operands: jax.Array, spec: Contraction) -> jax.Array:
     """Low operands laid out for XLA's fast kernel on CPU, which adds up in float32; see FORMS.
 
@@ -322,14 +340,19 @@ def of_this_processor(*operands: jax.Array, spec: Contraction) -> jax.Array:
     """The form for the CPU that this process runs on."""
     lhs, rhs, *_ = operands
     fast = not _MULTIPLY_BFLOAT16.isdisjoint(processor()[1] or ())
-    if spec.of.name == "dot_general" and fast:
-        fast = prod(sizes_of(lhs, rhs, spec.params["dimension_numbers"])) > _TINY
+    if spec.of.name == "dot_general":
+        sizes = sizes_of(lhs, rhs, spec.params["dimension_numbers"])
+        vector = min(sizes.rows, sizes.columns) <= 1  # which XLA multiplies in a loop by itself
+        if spec.run == "bfloat16" and prod(sizes) <= _TINY and not vector:
+            return multiplied(lhs, rhs, spec)
+        fast = fast and prod(sizes) > _SMALL
     return (row_by_row if fast else widened_or_few)(*operands, spec=spec)
 
 
-# Of so few multiplications, laying out the operands takes longer than the faster kernel saves:
-# measured on the small programs of benchmarks/jax_corpus.py.
-_TINY = 2**18
+# To multiply so few numbers takes less time than to call a kernel, and of few more, laying out the
+# operands takes longer than the faster kernel saves. Measured at 1 to 64 rows and weights of 8 x 8
+# to 128 x 128, and on the programs of benchmarks/jax_corpus.py.
+_TINY, _SMALL = 2**10, 2**15
 
 # The CPU features for which XLA has kernels that multiply bfloat16.
 _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
@@ -337,7 +360,7 @@ _MULTIPLY_BFLOAT16 = frozenset({"amx_bf16", "avx512_bf16"})
 # How the contraction is lowered, platform by platform; elsewhere, the result is as asked.
 #
 # cpu         measured by benchmarks/contraction.py. With instructions for bfloat16, a float32
-#             result is faster than a low one or float32 operands, in all but tiny products; laid
+#             result is faster than a low one or float32 operands, in all but small products; laid
 #             out row by row it stays so where an operand is transposed. Without them, XLA has no
 #             kernel for low operands that is faster than widening them, but where it reads a large
 #             one for a few rows. Exported programs and those for several devices: row by row.

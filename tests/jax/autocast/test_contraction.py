@@ -136,6 +136,16 @@ def test_operands_are_low_where_the_processor_gains_by_it(feature, size, low, mo
     assert ("bf16" in product) == low, product
 
 
+@pytest.mark.parametrize("feature", ["avx512_bf16", "avx2"])
+def test_a_tiny_product_calls_no_kernel(feature, monkeypatch):
+    """But of a vector, which XLA multiplies in a loop by itself."""
+    monkeypatch.setattr(contraction, "processor", lambda: ("a CPU", frozenset({feature})))
+    fn = autocast(lambda x, y: x @ y)
+    for rows, calls in ((1, 1), (2, 0), (8, 0), (16, 1)):
+        args = jnp.ones((rows, 8)), jnp.ones((8, 16))
+        assert jax.jit(fn).lower(*args).as_text().count("dot_general") == calls
+
+
 @pytest.fixture(params=forms.OF_CPUS)
 def form(request):
     with forms.lowered_as(request.param):
@@ -144,6 +154,7 @@ def form(request):
 
 @pytest.mark.usefixtures("form")
 @pytest.mark.one_in(3)
+@pytest.mark.parametrize("form", [*forms.OF_CPUS, "multiplied"], indirect=True)
 @pytest.mark.parametrize("turned", [False, True], ids=["as it is", "transposed"])
 @pytest.mark.parametrize("dims", [(((1,), (0,)), ((), ())), (((1,), (1,)), ((), ()))], ids=str)
 @pytest.mark.parametrize("rows", [0, 1, 2, 8, 128, 129])

@@ -10,13 +10,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
 from torch import distributed as dist
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
@@ -26,7 +26,7 @@ from polymp.backends.torch.diagnostics.perturb import wide
 from polymp.backends.torch.diagnostics.values import Event, Values, measurable, real
 from polymp.backends.torch.scaler.device_state import AsyncRead
 from polymp.backends.torch.scaler.grad_scaler import GradScaler
-from polymp.backends.torch.snapshot import Snapshot, training_objects
+from polymp.backends.torch.snapshot import Snapshot
 from polymp.diagnostics.audit_records import Fault, operand_numbers
 from polymp.diagnostics.blame import tell_nothing_found
 from polymp.diagnostics.remedy import Change, remedy_of, tried
@@ -110,7 +110,7 @@ def locate(
 
 
 # An argument of another class may have tensors that are not found.
-_KNOWN = (torch.Tensor, nn.Module, torch.optim.Optimizer, int, float, complex, str, type(None))
+_KNOWN = (torch.Tensor, nn.Module, Optimizer, int, float, complex, str, type(None))
 
 
 class Replay(NamedTuple):
@@ -132,7 +132,6 @@ def _replayed(
 ) -> Replay:
     """Run a step and put back what it wrote; see `Repeat` for the change and the scale."""
     values = LocateValues(model, given, scale)
-    values.keep_grads(step, model)
     stream = OpStream(model, values, counts=False)
     stream.instead = change
     try:
@@ -179,12 +178,15 @@ class LocateValues(Values):
     def begin(self) -> None:
         hook = register_module_forward_pre_hook(self._meeting.module)
         self.stream.callback(hook.remove)
-        kinds = {kind for each in _CHANGED for kind in _derived(each)}
-        found = [it for it in gc.get_referrers(*kinds) if type(it) in kinds]  # refer to classes
-        self._dicts = [(own, _copied(own)) for own in map(vars, found)]
+        changed = [*_alive(*_SCALERS, AsyncRead, LRScheduler)]
+        self._dicts = [(own, _copied(own)) for own in map(vars, changed)]
         scheduled = [own["optimizer"] for own, _ in self._dicts if "optimizer" in own]
         self._steps.append(Snapshot(settings=scheduled, random_numbers=True))
-        for it, (own, _) in zip(found, self._dicts, strict=True):
+        self._keep_grads(_alive(nn.Parameter))  # `zero_grad` may drop those before any op runs
+        for optimizer in _alive(Optimizer):
+            for group in vars(optimizer).get("param_groups", ()):
+                self._keep_grads(group["params"])
+        for it, (own, _) in zip(changed, self._dicts, strict=True):
             if not (isinstance(it, _SCALERS) and "_scale" in own and it.is_enabled()):
                 continue  # "_scale" is missing where __init__ refused an argument
             self.scaled = True
@@ -199,13 +201,6 @@ class LocateValues(Values):
         return self._meeting.with_others
 
     # What the step writes
-
-    def keep_grads(self, step: Callable[[], object], model: nn.Module | None) -> None:
-        """Keep the gradients that `zero_grad` may drop before any op runs."""
-        found = training_objects(step, [model])
-        groups = (group["params"] for it in found.optimizers for group in it.param_groups)
-        models = (it.parameters() for it in found.models)
-        self._keep_grads(chain.from_iterable((*models, *groups)))
 
     def sees(self, facts: OpFacts, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs) -> None:
         self._keep_grads(tensors(*args, *kwargs.values()))
@@ -234,7 +229,7 @@ class LocateValues(Values):
         """Return whether the step made the memory of a tensor, or an op of it has written there."""
         return modes.storage_key(t) in self._new or self._provenance.maker(t) is not None
 
-    def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
+    def stepping(self, optimizer: Optimizer, closure: bool) -> None:
         super().stepping(optimizer, closure)  # first: it has the stream look away
         params = [p for group in optimizer.param_groups for p in group["params"]]
         grads = [(p, p.grad) for p in params if p.grad is not None]  # a fused step may scale them
@@ -276,16 +271,16 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-# Classes whose objects a step changes.
 _SCALERS = (torch.amp.GradScaler, GradScaler)
-_CHANGED = (*_SCALERS, AsyncRead, LRScheduler)
 
 
-def _derived(kind: type[Any]) -> Iterator[type[Any]]:
-    """Yield a class and those that are derived from it."""
-    yield kind
-    for each in kind.__subclasses__():
-        yield from _derived(each)
+def _alive(*classes: type[Any]) -> Iterator[Any]:
+    """Yield the objects of some classes, and of those derived from them, that the process has."""
+    waiting = [*classes]
+    for kind in waiting:
+        waiting += kind.__subclasses__()
+    kinds = {*waiting}
+    yield from (it for it in gc.get_referrers(*kinds) if type(it) in kinds)  # refer to classes
 
 
 def _copied(value: Any) -> Any:

@@ -86,17 +86,19 @@ def test_a_scheduler_is_put_back(name: str) -> None:
 
 @pytest.mark.parametrize("factor", [1.0, math.inf])
 def test_gradients_that_zero_grad_drops_are_put_back(factor: float) -> None:
-    """Of parameters that no op has read yet, and of which no model was given."""
-    p = nn.Parameter(torch.ones(2))
+    """Of parameters that no op has read yet, wherever the step has its optimizer from."""
+    p, leaf = nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True)
     p.grad = grad = torch.ones(2)
-    optimizer = torch.optim.SGD([p], lr=0.1)
+    leaf.grad = leaf_grad = torch.ones(2)
+    trainer = SimpleNamespace(optimizers={"sgd": torch.optim.SGD([p, leaf], lr=0.1)})
 
     def step() -> None:
-        optimizer.zero_grad()
-        (p * factor).sum().backward()
+        trainer.optimizers["sgd"].zero_grad()
+        (p * leaf * factor).sum().backward()
 
     assert (locate(step) is None) == (factor == 1.0)
     assert p.grad is grad
+    assert leaf.grad is leaf_grad
 
 
 def test_inputs_beyond_float32_are_shown_as_they_are() -> None:

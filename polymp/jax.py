@@ -6,7 +6,6 @@ from polymp.backends.jax.diagnostics.catch import catch
 from polymp.backends.jax.diagnostics.explain import explain
 from polymp.backends.jax.diagnostics.record import Recorded, record
 from polymp.backends.jax.diagnostics.update_watch import UpdateWatch
-from polymp.backends.jax.modules.pin import Pins, pin
 from polymp.backends.jax.modules.scoped import scoped
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
 from polymp.backends.jax.scaler.optimizer_step import expect_scaler
@@ -14,9 +13,9 @@ from polymp.backends.jax.weights.freeze import Frozen, freeze
 from polymp.backends.jax.weights.low_weights import LowWeightsState, low_weights
 
 __all__ = [
-    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Pins", "Recorded",
-    "UpdateWatch", "audit", "autocast", "catch", "expect_scaler", "explain",
-    "freeze", "locate", "low_weights", "lower", "pin", "record", "scoped", "upper",
+    "Audited", "Frozen", "GradScaler", "LowWeightsState", "Recorded", "UpdateWatch",
+    "audit", "autocast", "catch", "expect_scaler", "explain", "freeze",
+    "locate", "low_weights", "lower", "record", "scoped", "upper",
 ]  # fmt: skip
 
 

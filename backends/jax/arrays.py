@@ -68,6 +68,13 @@ def is_symbol(size: object) -> bool:
     return not isinstance(size, (int, np.integer))
 
 
+def leaf_path(keys: Sequence[Any]) -> str:
+    """The keys of a leaf, joined by dots; an nnx variable's own "value" is no part of it."""
+    if len(keys) > 1 and keys[-1] == jax.tree_util.GetAttrKey("value"):
+        keys = keys[:-1]
+    return jax.tree_util.keystr(tuple(keys), simple=True, separator=".")
+
+
 # Stands for a leaf that was taken out of a tree.
 _TAKEN: object = object()
 

@@ -16,10 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polymp.backends.jax.arrays import AsyncCopy, is_float, is_typed
+from polymp.backends.jax.arrays import AsyncCopy, is_float, is_typed, leaf_path
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.instrument import few
-from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.low_weights import LowWeightsState
 from polymp.errors import brief
 from polymp.weights import LostUpdates, LostUpdatesWatch

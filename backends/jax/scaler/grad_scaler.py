@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from polymp import scaling
-from polymp.backends.jax.modules.pin import leaf_path
+from polymp.backends.jax.arrays import leaf_path
 from polymp.backends.jax.scaler import optimizer_step, tree_math
 from polymp.backends.jax.scaler.optimizer_step import factor, look
 from polymp.backends.jax.scaler.tree_math import is_scalable, parts_of

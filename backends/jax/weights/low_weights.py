@@ -25,11 +25,10 @@ import numpy as np
 from jax import lax
 
 from polymp import weights
-from polymp.backends.jax.arrays import is_float, is_typed
+from polymp.backends.jax.arrays import is_float, is_typed, leaf_path
 from polymp.backends.jax.autocast import regions
 from polymp.backends.jax.autocast.api import transformed
 from polymp.backends.jax.modules import nnx
-from polymp.backends.jax.modules.pin import leaf_path
 from polymp.backends.jax.weights.freeze import Frozen, autocast_function, freeze
 from polymp.rules import scopes
 from polymp.weights import Mode, Verbs, key, random16, summary
@@ -91,7 +90,7 @@ def low_weights(
         keep: what stays as it is. An autocast function with its arguments, `(loss_fn, params,
             batch)`, for the parameters that it reads in float32, or not at all: it is traced, and
             arrays may be `jax.ShapeDtypeStruct`. Or a list of paths, "params.norm.scale", or
-            patterns as those of `pin`, with such tuples among them.
+            patterns like the scopes of a policy, with such tuples among them.
         seed: of the random bits of mode "stochastic", which depend on it, the number of steps
             taken, and the place of the weight in the tree, and on nothing else.
 

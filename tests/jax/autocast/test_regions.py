@@ -338,28 +338,18 @@ def test_the_with_form_needs_an_autocast_function_around_it():
 
 # --- Every place of the JAX backend that takes a dtype takes it by any of its names ---------------
 
-TREE = {"w": X, "v": X}
-
 
 @pytest.mark.parametrize("given", spellings("float16"), ids=repr)
 def test_a_dtype_by_any_of_its_names(given: object) -> None:
     assert autocast(square, dtype=given)(X).dtype == jnp.float16
     (call,) = polymp.jax.explain(square, X, dtype=given).of("linear")
     assert call.run == "float16"
-    pins = polymp.jax.pin(TREE, "fp32", ["w"])
-    assert pins.dtype == "float32"
-    converted = pins.to(TREE, given)
-    assert (converted["w"].dtype, converted["v"].dtype) == (jnp.float32, jnp.float16)
 
 
 @pytest.mark.parametrize("given", ["int8", "fp17", int, None, 16, jnp.int32], ids=repr)
 def test_what_is_no_float_dtype_is_refused(given: object) -> None:
-    for call in (
-        lambda: autocast(square, dtype=given),
-        lambda: polymp.jax.pin(TREE, "float32").to(TREE, given),
-    ):
-        with pytest.raises(TypeError, match="float dtype"):
-            call()
+    with pytest.raises(TypeError, match="float dtype"):
+        autocast(square, dtype=given)
 
 
 LAYERS = {f"layer{i}": {"w": jnp.ones((64, 64))} for i in range(20)}
@@ -374,7 +364,6 @@ SWAPPED = {
     "low_weights": lambda: polymp.jax.low_weights(LAYERS, optax.sgd(0.1)),
     "low_weights(mode)": lambda: polymp.jax.low_weights(optax.sgd(0.1), LAYERS),
     "low_weights(keep)": lambda: polymp.jax.low_weights(optax.sgd(0.1), keep=LAYERS),
-    "pin": lambda: polymp.jax.pin(LAYERS, LAYERS),
     "scoped": lambda: polymp.jax.scoped(LAYERS),
     "UpdateWatch": lambda: polymp.jax.UpdateWatch(LAYERS),
 }

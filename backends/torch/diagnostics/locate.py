@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -167,7 +168,7 @@ class LocateValues(Values):
         self, model: nn.Module | None, given: Sequence[Any] | None, scale: float = 1.0
     ) -> None:
         super().__init__(model, given)
-        self._scale, self.scaled = scale, False
+        self._scale_by, self.scaled = scale, False
         self._meeting = _Meeting()
         self._new: set[int] = set()  # keys of memory that the step makes of no floats
         self._written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
@@ -178,22 +179,24 @@ class LocateValues(Values):
     def begin(self) -> None:
         hook = register_module_forward_pre_hook(self._meeting.module)
         self.stream.callback(hook.remove)
-        changed = [*_alive(*_SCALERS, AsyncRead, LRScheduler)]
+        alive = [*_alive(*_CHANGED, Optimizer, nn.Parameter)]
+        changed = [it for it in alive if isinstance(it, _CHANGED)]
         self._dicts = [(own, _copied(own)) for own in map(vars, changed)]
         scheduled = [own["optimizer"] for own, _ in self._dicts if "optimizer" in own]
         self._steps.append(Snapshot(settings=scheduled, random_numbers=True))
-        self._keep_grads(_alive(nn.Parameter))  # `zero_grad` may drop those before any op runs
-        for optimizer in _alive(Optimizer):
-            for group in vars(optimizer).get("param_groups", ()):
-                self._keep_grads(group["params"])
+        # `zero_grad` may drop gradients before any op runs.
+        self._keep_grads(it for it in alive if isinstance(it, nn.Parameter))
+        optimizers = (vars(it) for it in alive if isinstance(it, Optimizer))
+        groups = chain.from_iterable(own.get("param_groups", ()) for own in optimizers)
+        self._keep_grads(p for group in groups for p in group["params"])
         for it, (own, _) in zip(changed, self._dicts, strict=True):
             if not (isinstance(it, _SCALERS) and "_scale" in own and it.is_enabled()):
                 continue  # "_scale" is missing where __init__ refused an argument
             self.scaled = True
             name = "_init_scale" if own["_scale"] is None else "_scale"
-            if self._scale != 1.0:
+            if self._scale_by != 1.0:
                 with Own():
-                    own[name] = own[name] * self._scale
+                    own[name] = own[name] * self._scale_by
 
     @property
     def has_talked(self) -> bool:
@@ -271,7 +274,9 @@ def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
+# Classes whose objects a step changes.
 _SCALERS = (torch.amp.GradScaler, GradScaler)
+_CHANGED = (*_SCALERS, AsyncRead, LRScheduler)
 
 
 def _alive(*classes: type[Any]) -> Iterator[Any]:

@@ -510,10 +510,12 @@ class Pairs:
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
         passed = _vouched_for(self.one, kept, evidence, shared, doubtful) | left
+        passed |= _telling_nothing(self.one, kept)
         every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
         every |= dict.fromkeys(_losses(self.other, self.one), -1)
         kept, doubtful = self.found | self.partners, {self.twins[i] for i in doubtful}
         passed_there = _vouched_for(self.other, kept, every, shared, doubtful) | self.found
+        passed_there |= _telling_nothing(self.other, kept)
         # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
         first = ((s, i) for s in (self.one, self.other) for i in s.unjudged)
         failed = {s.call(i) for s, i in first if s.unjudged.isdisjoint(s.arrays[i].reads)}
@@ -722,6 +724,23 @@ def _vouched_for(
         if told:
             inputs[i] = functools.reduce(operator.or_, (inputs[r] & made[i] for r in told))
     return {*inputs}
+
+
+def _telling_nothing(side: Side, kept: set[int]) -> set[int]:
+    """What a program prints, beside what it computes, and what only noise is made of.
+
+    Nothing reads what it prints; it has another end that is kept, or that the backward pass reads.
+    """
+    calls = ((i, side.arrays[i]) for i in side.results)
+    forward = {i for i, a in calls if a.direction != BACKWARD and not _is_end(a)}
+    ends = (i for i in forward if forward.isdisjoint(side.readers[i]))
+    prints = any(i in kept or side.readers[i] for i in ends)
+    found = {i for i in kept - side.unjudged if not side.above_noise(i)}
+    for i in sorted({*side.results} - kept, reverse=True):
+        readers = side.readers[i]
+        if found.issuperset(readers) and (readers or (prints and i in forward)):
+            found.add(i)
+    return found
 
 
 def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:

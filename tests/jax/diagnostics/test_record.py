@@ -455,6 +455,20 @@ def test_a_product_whose_terms_cancel_raises_no_alarm_in_a_region_without_probes
     assert polymp.compare(*(recorder.record for recorder in both)).explained
 
 
+def test_what_is_read_by_noise_alone_is_no_difference() -> None:
+    """The gradient of the mean in a variance sums what it negates, to zero, in one of two ways."""
+    a, x = (jax.random.normal(jax.random.key(n), s) for n, s in enumerate([(16, 32), (8, 16)]))
+
+    def loss(a: Any, x: Any) -> Any:
+        h = x @ a / 4
+        return jnp.mean((h * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5) - jnp.cos(h)) ** 2)
+
+    both = [record(None, jax.jit(jax.grad(f))) for f in (loss, autocast(loss))]
+    for recorder in both:
+        recorder(a, x)
+    assert polymp.compare(*(recorder.record for recorder in both)).explained
+
+
 def test_a_product_whose_terms_cancel_is_moved_by_these() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 4096)), jnp.float32)
     x -= x.mean(-1, keepdims=True)

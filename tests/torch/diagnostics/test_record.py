@@ -768,6 +768,31 @@ def test_calls_that_only_look_at_gradients_are_no_difference() -> None:
     assert found.explained, str(found)
 
 
+@pytest.mark.parametrize("framework", ["torch", "other"])
+@pytest.mark.parametrize("eps", [1e-5, 1e-3])
+def test_what_a_program_prints_is_no_difference_and_hides_none(eps: float, framework: str) -> None:
+    def run(eps: float, prints: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16, eps=eps), nn.Linear(16, 5))
+        x, y = torch.randn(6, 8), torch.arange(6) % 5
+        with record(None, net) as recorder:
+            z = net[0](x)
+            if prints:
+                z.detach().norm().item()
+            scores = net[2](net[1](z))
+            F.cross_entropy(scores, y).backward()
+            if prints:
+                (scores.argmax(-1) == y).float().mean().item()
+        return recorder.record
+
+    runs = [run(1e-5, prints=False), run(eps, prints=True)]
+    runs[1].header["framework"] = framework
+    for pair in (runs, runs[::-1]):
+        found = polymp.compare(*pair)
+        assert found.explained == (eps == 1e-5), str(found)
+        assert found.first is None or found.first.array.name == "layer_norm"
+
+
 @pytest.mark.parametrize("framework", ["torch", "other"])  # between two, values match the calls
 @pytest.mark.parametrize("smoothing", [1e-3, 0.1])
 def test_another_loss_is_named_beside_a_gradient_that_is_mere_rounding(

@@ -61,7 +61,7 @@ class BadStep(NamedTuple):
         fault = self.fault
         if fault is None:
             other = SLOWER if self.step else _AT_ONCE
-            return _grown(self.losses, None) or (other if self.undone else "")
+            return _grown(self.losses, None) or (other if self.undone and not self.note else "")
         if fault.direction == UPDATE or fault.kind in ("input", "index", "inside"):
             return remedy_of(fault)
         return _grown(self.losses, fault) or remedy_of(fault)

@@ -163,8 +163,7 @@ def _before(op: str, ops: Sequence[str], repeat: Repeat, scale: float) -> str:
             if not _breaks(found):
                 found = found if scale == 1.0 else repeat(_with_float32(named))
                 return f"Give {_listed(named)}{_so(found)}"
-    how = "this step was tried with all ops in float32, and does not break"
-    return f"Give the ops before {op} the rule fp32: {how}."
+    return f"Ops before {op} made its inputs wrong: give all ops the rule fp32{TRIED}."
 
 
 def remedy_of(fault: Fault) -> str:

@@ -572,6 +572,7 @@ def fault(
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     if found.node in program.late:
         call = call._replace(direction=BACKWARD)
+    became, _ = _bad(facts[found.first])
     eqn = event.site.eqn
     by = optimizer_of(eqn.source_info.traceback), optimizer_of(event.site.written)
     if any(by) and kind in ("overflow", "underflow", "operation"):
@@ -583,8 +584,8 @@ def fault(
             kind, why = "number", f"{NO_EPS} in {event.dtype}"
             lost = f"{optimizer}'s eps {zero}"
         call = call._replace(direction=UPDATE)
-        remedy = of_optimizer("jax", kind, event.dtype, lost)
-    became, _ = _bad(facts[found.first])
+        if kind != "operation" or became == "Inf":  # no smaller step makes a root of -1 a number
+            remedy = of_optimizer("jax", kind, event.dtype, lost)
     beside = other if found.first != found.node else None
     made = Fault.of(call, (kind, why), event.dtype, operands, became, beside)
     return made._replace(remedy=remedy)

@@ -132,6 +132,24 @@ def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     return call
 
 
+def in_region(op: torch._ops.OpOverload, args: Any, kwargs: Any, device: str) -> Any:
+    """Run an op that a dispatch mode was given, with autocast as it was where it was called.
+
+    Below the keys of modes torch has autocast off, so that ops which a kernel calls in turn, as
+    that of `linalg_pinv` does, would not be cast. Only the snapshot of torch has how it was; it is
+    of the outermost call: of the user's, also inside of an autocast kernel. Since torch 1.13.
+    """
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if not enabled:
+        return op(*args, **kwargs)
+    torch.set_autocast_enabled(device, True)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        torch.set_autocast_enabled(device, False)
+
+
 def library_of(name: str) -> torch.library.Library:
     """Return the library for kernels of an op that stay; one for each namespace."""
     return _library(name.rpartition("::")[0] or "aten")

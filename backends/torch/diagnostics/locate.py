@@ -58,7 +58,7 @@ def locate(
     of torch, numpy and Python are put back afterwards. Other objects that the step changes are not.
 
     A step that talks to other ranks, as one of DistributedDataParallel or FSDP does, is replayed by
-    all of them: call `locate` on every rank.
+    all of them: call `locate` on every rank. Ops that run in other threads are not seen.
 
     Args:
         step_fn: does the step, or its forward pass alone.
@@ -98,7 +98,9 @@ def locate(
         why = "the step ran no op of torch on floats, so that there was nothing to look at"
         tell_nothing_found(why * first.empty)
         return None
-    if first.talked:  # other ranks may have found nothing, and would not come again
+    # Other ranks may have found nothing, and would not come again. And torch.func takes ops apart
+    # that have kernels of their own where a policy has a row for them, as a trial has not.
+    if first.talked or first.transforms:
         return first.fault._replace(remedy=remedy_of(first.fault))
 
     def repeat(change: Change | None = None, scale: float = 1.0) -> Fault | None:
@@ -121,6 +123,7 @@ class Replay(NamedTuple):
     ops: list[str]  # names of those in regions
     empty: bool  # whether no op ran
     talked: bool  # whether it has talked to other ranks
+    transforms: bool  # whether torch.func has transformed ops
     scaled: bool  # whether there is a loss scaler
 
 
@@ -153,7 +156,8 @@ def _replayed(
         values.put_back()
     calls = (event.op_call for event in values.events)
     ops = [call.op for call in calls if call.region]
-    return Replay(fault, ops, not values.events, values.has_talked, values.scaled)
+    talked = values.has_talked
+    return Replay(fault, ops, not values.events, talked, stream.transforms, values.scaled)
 
 
 class LocateValues(Values):

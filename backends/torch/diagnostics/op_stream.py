@@ -180,6 +180,7 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         ExitStack.__init__(self)
         self.calls: list[OpCall] = []  # in order
         self.region: tuple[str, str] = ("", "")  # low dtype and policy of the first that was met
+        self.transforms = False  # True once an op has run that torch.func transforms
         self.looks_away: int = 0  # while it follows nothing, the thread that had it look away
         self.counts = counts  # False if nobody uses dtypes, casts and FLOPs, and `calls`
         self.floats = float_tensors if counts else numbers_in  # from trees to what is followed
@@ -189,6 +190,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         self._of_node: dict[int, OpCall] = {}
         self._first_node = 0
         self._open: list[OpCall] = []
+        self._rows: int = 0  # kernels that run an op by its row, with autocast off inside
+        self._below: int = 0  # ops that run, in whose kernels nothing is seen
         self._mode = _Mode(self, compiled)
         self.hear: Subscriber = subscriber or Subscriber()
         self.hear.of = weakref.ref(self)
@@ -206,8 +209,17 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         """Run an op whose kernel was called; ops that run meanwhile are part of it."""
         if not self.region[0]:
             self.region = entry.low, entry.policy
+        self.transforms |= modes.is_transformed()
         if self.instead is not None:
             entry, args = self._instead(self.instead, entry, args)
+        by_row = entry.row is not None
+        self._rows += by_row
+        try:
+            return self._around(entry, run, *args)
+        finally:
+            self._rows -= by_row
+
+    def _around(self, entry: decision_log.Entry, run: Callable[..., Any], *args: object) -> Any:
         if isinstance(self.outer, OpStream):
             run = partial(self.outer.around, entry, run)
         if entry.row is None and entry.op and vocabulary().ops[entry.op].kind in _SEEN_BELOW:
@@ -233,6 +245,8 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
             at = next(i for i in reversed(range(len(self.calls))) if self.calls[i] is op_call)
             del self.calls[at]  # a view, or made of other calls, which are in the list
         op_call.outputs = dtypes(float_tensors(result))
+        if self._below and entry.decision.run:
+            op_call.run = (entry.decision.run,)
         asked = entry.decision.out is None and "float32" not in op_call.outputs  # by its dtype=
         if entry.decision.run == "float32" and op_call.run and not asked:
             op_call.run = ("float32",)  # also if the op casts inside, as softmax(dtype=) does
@@ -305,6 +319,18 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         """Remember which call the autograd node that was made last belongs to."""
         if (node := dispatcher.latest_node()) >= self._first_node:
             self._of_node.setdefault(node, op_call)
+
+    def run(
+        self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs, reads: list[torch.Tensor]
+    ) -> Any:
+        """Run an op; ops that its kernel calls are cast by the region that it is in."""
+        if self._rows or not reads:
+            return func(*args, **kwargs)
+        self._below += 1
+        try:
+            return dispatcher.in_region(func, args, kwargs, reads[0].device.type)
+        finally:
+            self._below -= 1
 
     def view(
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
@@ -432,7 +458,7 @@ class _Mode(modes.OpMode):
             flow.over = True
         read = dtypes(reads) if stream.counts else ()
         hear.before(ran)
-        result = func(*args, **kwargs)
+        result = stream.run(func, args, kwargs, reads)
         made = stream.floats(result)
         if flow is not None and by is not None:
             flow.wrote(made or ran.into, by)

@@ -79,3 +79,4 @@ def test_the_remedy(broke: Fault | None, losses: tuple[float, ...], remedy: str)
     assert str(report).count(remedy) == 1
     assert "learning rate" not in BadStep(0, "the loss is NaN").remedy, "nothing was updated"
     assert BadStep(3, "the loss is NaN", undone=0).remedy == "", "no step could be repeated"
+    assert BadStep(3, "the loss is NaN", note="It was not looked for.").remedy == ""

@@ -408,6 +408,14 @@ def rounds_by_policy(z: Any) -> Any:
     return -jnp.log(1 - jax.nn.sigmoid(z)).mean()
 
 
+def test_an_optimizer_s_root_of_a_negative_number_needs_other_code() -> None:
+    """No smaller step helps there: it is a number of the schedule."""
+    schedule = optax.scale_by_schedule(lambda count: jnp.sqrt(count - 1.0))
+    fault: Any = locate(jax.jit(schedule.update), jnp.ones(2), schedule.init(jnp.ones(2)))
+    assert (fault.op, fault.direction, fault.kind) == ("sqrt", "update", "operation")
+    assert fault.remedy.startswith("Change the code")
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 def test_what_becomes_1_in_a_low_dtype_is_a_cause(gradients: bool) -> None:
     z = jnp.array([-8.0, 3.0, 8.0, 7.0])

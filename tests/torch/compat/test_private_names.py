@@ -106,6 +106,21 @@ def test_excluding_the_key_turns_autocast_off_inside():
         torch.set_autocast_enabled("cpu", False)
 
 
+def test_an_op_runs_with_autocast_as_it_was_where_it_was_called():
+    class Each(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return dispatcher.in_region(func, args, kwargs or {}, args[0].device.type)
+
+    w = torch.eye(4)
+    for enabled, dtype in ((True, torch.bfloat16), (False, torch.float32)):
+        with torch.autocast("cpu", enabled=enabled), Each():
+            assert torch.linalg.pinv(w).dtype is dtype
+            assert torch.is_autocast_enabled("cpu") == enabled
+    meta = torch.ones(2, device="meta")  # a device without regions
+    with Each():
+        assert meta.sin().is_meta
+
+
 def test_below_leaves_the_key_and_all_above_it_out():
     keys = dispatcher.below("AutocastCPU")
     assert not keys.has(torch._C.DispatchKey.AutocastCPU)

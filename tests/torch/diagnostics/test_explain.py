@@ -311,12 +311,49 @@ def test_results_are_bit_identical(title: str, low: torch.dtype) -> None:
 
     report = explain()
     explained, plain = outcome(report), outcome(nullcontext())
-    assert (explained == plain) == (title not in OTHER_STEPS)
-    assert explained == outcome(EachOp())
+    assert explained == plain
 
 
-# Of these, torch takes other steps wherever a dispatch mode is, whatever that does.
-OTHER_STEPS = {"solver"}
+W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+LSTM = nn.LSTM(8, 8)
+CALLING: dict[str, Callable[[], torch.Tensor]] = {
+    "pinv": lambda: torch.linalg.pinv(W),
+    "sparse": lambda: torch.sparse.mm(W.to_sparse(), W),
+    "bilinear": lambda: F.bilinear(W, W, W[None]),
+    "einsum": lambda: torch.einsum("ij,kj->ik", W, W),
+    "multi_dot": lambda: torch.linalg.multi_dot([W, W, W]),
+    "lstm": lambda: LSTM(W[None])[0],
+}
+TOOLS = {
+    "explain": explain,
+    "audit": polymp.torch.audit,
+    "record": lambda: polymp.torch.record(None, probes=0),
+}
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.inference_mode], ids=["", "inference"])
+@pytest.mark.parametrize("region", [autocast, torch.autocast], ids=["polymp", "torch"])
+@pytest.mark.parametrize("name", CALLING)
+def test_ops_that_a_kernel_calls_are_cast_as_ever(name: str, region: Any, mode: Any) -> None:
+    """torch has autocast off below a dispatch mode, but for what the tools run there."""
+
+    def run() -> list[Any]:
+        with mode(), region("cpu", BF16):
+            low = CALLING[name]()
+            with torch.autocast("cpu", enabled=False):
+                return seen([low, CALLING[name]()])
+
+    plain = run()
+    assert plain[0] != plain[1], "this op is not cast, and tells nothing"
+    for tool in TOOLS.values():
+        with tool():
+            assert run() == plain
+
+
+def test_an_op_below_is_in_a_report_with_its_dtype() -> None:
+    with explain() as report, autocast("cpu", BF16):
+        CALLING["pinv"]()
+    assert {c.run for c in report.of("matmul")} == {"bfloat16"}
 
 
 def test_a_frozen_model_and_kept_casts_spare_casts() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import polymp.torch
@@ -99,6 +100,23 @@ def test_gradients_that_zero_grad_drops_are_put_back(factor: float) -> None:
     assert (locate(step) is None) == (factor == 1.0)
     assert p.grad is grad
     assert leaf.grad is leaf_grad
+
+
+def test_under_torch_func_a_remedy_is_said_to_be_untried() -> None:
+    """It takes linear apart, but where a policy has a row for it: its addmm does not run then."""
+    weight, x, bias = torch.full((4, 4), 300.0), torch.full((2, 4), 300.0), torch.zeros(4)
+
+    def loss(weight: torch.Tensor, policy: Any = None) -> torch.Tensor:
+        with autocast("cpu", torch.float16, policy=policy):
+            return F.linear(x, weight, bias).float().sum()
+
+    fault: Any = locate(torch.func.grad_and_value(loss), weight)
+    assert (fault.op, fault.kind) == ("addmm", "overflow")
+    assert fault.remedy.endswith("That was not tried.")
+    policy = polymp.policy("torch-cpu")
+    for op, finite in (("addmm", False), ("linear", True)):
+        _, value = torch.func.grad_and_value(loss)(weight, policy.override(fp32=[op]))
+        assert value.isfinite() == finite
 
 
 def test_inputs_beyond_float32_are_shown_as_they_are() -> None:

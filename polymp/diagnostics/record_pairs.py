@@ -727,9 +727,10 @@ def _vouched_for(
 
 
 def _telling_nothing(side: Side, kept: set[int]) -> set[int]:
-    """What a program prints, beside what it computes, and what only noise is made of.
+    """Calls whose result a program prints, and those that only noise is made of.
 
-    Nothing reads what it prints; it has another end that is kept, or that the backward pass reads.
+    Nothing reads a result that it prints, and it has another end, which is kept or which the
+    backward pass reads.
     """
     calls = ((i, side.arrays[i]) for i in side.results)
     forward = {i for i, a in calls if a.direction != BACKWARD and not _is_end(a)}

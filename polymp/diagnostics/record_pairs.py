@@ -727,7 +727,7 @@ def _vouched_for(
 
 
 def _telling_nothing(side: Side, kept: set[int]) -> set[int]:
-    """Calls whose result a program prints, and those that only noise is made of.
+    """Calls whose result a program prints, and those of which only noise is made.
 
     Nothing reads a result that it prints, and it has another end, which is kept or which the
     backward pass reads.

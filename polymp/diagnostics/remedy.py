@@ -163,7 +163,8 @@ def _before(op: str, ops: Sequence[str], repeat: Repeat, scale: float) -> str:
             if not _breaks(found):
                 found = found if scale == 1.0 else repeat(_with_float32(named))
                 return f"Give {_listed(named)}{_so(found)}"
-    return f"Ops before {op} made its inputs wrong: give all ops the rule fp32{TRIED}."
+    found = None if scale == 1.0 else repeat(_all_in_float32)
+    return f"Ops before {op} made its inputs wrong: give all ops the rule fp32{_so(found)}"
 
 
 def remedy_of(fault: Fault) -> str:

@@ -9,6 +9,8 @@ import pytest
 
 from polymp.diagnostics.audit_records import Fault, Operand
 from polymp.diagnostics.bad_step import BadStep, BatchCopies
+from polymp.diagnostics.remedy import tried
+from polymp.rules import policy_files
 
 
 @pytest.mark.parametrize("fill", [1.0, np.nan])
@@ -80,3 +82,17 @@ def test_the_remedy(broke: Fault | None, losses: tuple[float, ...], remedy: str)
     assert "learning rate" not in BadStep(0, "the loss is NaN").remedy, "nothing was updated"
     assert BadStep(3, "the loss is NaN", undone=0).remedy == "", "no step could be repeated"
     assert BadStep(3, "the loss is NaN", note="It was not looked for.").remedy == ""
+
+
+def test_where_no_few_ops_help_the_row_that_was_tried_is_named() -> None:
+    broke, asked = fault("operation", region="float16"), policy_files.load("amp")
+
+    def repeat(change: Any = None, scale: float = 1.0) -> Fault | None:
+        rows = () if change is None else change(asked).rows
+        return None if any(row.of == "all" and row.rule == "fp32" for row in rows) else broke
+
+    found = tried(broke, ["linear", "conv1d", "mul", "cumsum", "exp"], repeat, scaled=False)
+    assert found.remedy == (
+        "Ops before exp made its inputs wrong: give all ops the rule fp32, with which this step "
+        "was tried and is finite."
+    )

@@ -137,7 +137,7 @@ def in_region(op: torch._ops.OpOverload, args: Any, kwargs: Any, device: str) ->
 
     Below the keys of modes torch has autocast off, so that ops which a kernel calls in turn, as
     that of `linalg_pinv` does, would not be cast. Only the snapshot of torch has how it was; it is
-    of the outermost call: of the user's, also inside of an autocast kernel. Since torch 1.13.
+    of the outermost call: of the user's, also inside of an autocast kernel. In torch 2.13 and 2.15.
     """
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)

@@ -132,6 +132,20 @@ def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
     return call
 
 
+@functools.cache  # asked of every op that runs
+def calls_no_other(op: torch._ops.OpOverload, device: str) -> bool:
+    """Return whether torch has a kernel for the device's dense tensors that calls no cast op."""
+    key, name = device.upper(), op.overloadpacket.__name__
+    own = op.namespace == "aten" and hasattr(torch._C.DispatchKey, key)
+    return own and has_kernel(op.name(), key) and name not in _CALLERS
+
+
+# Of the kernels that are written for a device, these call matmul, or linear, as of torch 2.13.
+_CALLERS = frozenset(
+    "_scaled_mm _scaled_mm_v2 _native_multi_head_attention _transformer_encoder_layer_fwd".split()
+)
+
+
 def in_region(op: torch._ops.OpOverload, args: Any, kwargs: Any, device: str) -> Any:
     """Run an op that a dispatch mode was given, with autocast as it was where it was called.
 

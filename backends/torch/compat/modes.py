@@ -87,6 +87,11 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return free and silent
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether kernels for a device's dense tensors run on a tensor: no sparse, no nested."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def unwrapped_first(types: Sequence[type]) -> bool:
     """Return whether a mode has to let the classes of an op's arguments run the op first.
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 
+from polymp.backends.torch.autocast import dtype_names
 from polymp.backends.torch.compat import dispatcher
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, Ran
 from polymp.backends.torch.diagnostics.op_stream import OpStream
@@ -230,20 +231,25 @@ class AuditValues(Values):
         if isinstance(scale, torch.Tensor):  # else all passes are as one
             self.scales.append(scale.detach().clone())
 
-    def _gradient(self, name: str, p: torch.Tensor) -> None:
-        if p.grad is None or not measurable(p.grad):
+    def began_with(self, t: torch.Tensor) -> None:
+        if t.dtype is torch.float16 and t.numel() == 1:  # it has to hold the loss scale
+            self._gradient("the loss", t)
+
+    def _gradient(self, name: str, grad: torch.Tensor | None) -> None:
+        if grad is None or not measurable(grad):
             return
         with Own(), torch.no_grad(), dispatcher.ExcludeKeys(_MODES):
-            of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, "float32"
-            tally = self._tally((len(self.scales) - 1, *of), p.grad)
-            tally.add(p.grad, self.ranges.add(p.grad))
+            run = dtype_names.NAMES[grad.dtype]
+            of = "gradient", "", CallSite(name, "", False), BACKWARD, "", None, run
+            tally = self._tally((len(self.scales) - 1, *of), grad)
+            tally.add(grad, self.ranges.add(grad))
 
     def begin(self) -> None:
         super().begin()
         for name, p in self._model.named_parameters() if self._model is not None else ():
             if p.requires_grad:
                 hook = p.register_post_accumulate_grad_hook(
-                    lambda p, name=name: self._gradient(name, p)
+                    lambda p, name=name: self._gradient(name, p.grad)
                 )
                 self.stream.callback(hook.remove)
 

@@ -107,6 +107,9 @@ class Subscriber:
         """Return whether an op has made a tensor of others, or read it, outside of that pass."""
         return False
 
+    def began_with(self, t: torch.Tensor) -> None:
+        """Called with a gradient that no op has made: a backward pass began with it."""
+
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Called before an optimizer steps, and whether it has a closure."""
 
@@ -143,6 +146,7 @@ class GradientFlow:
             by = self._written.get(key)
             if by is None and not self._hear.knows(t):
                 by = self._written[key] = GRADIENT
+                self._hear.began_with(t)
             # A pass inside of another one reads what its own forward made there: no gradient.
             gradient |= by is not None and by != here and by[0] >= here[0]
         return GRADIENT if gradient else here
@@ -320,15 +324,17 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         if (node := dispatcher.latest_node()) >= self._first_node:
             self._of_node.setdefault(node, op_call)
 
-    def run(
-        self, func: modes.Op, args: modes.Args, kwargs: modes.Kwargs, reads: list[torch.Tensor]
-    ) -> Any:
+    def run(self, ran: Ran) -> Any:
         """Run an op; ops that its kernel calls are cast by the region that it is in."""
-        if self._rows or not reads:
+        func, args, kwargs, reads = ran.func, ran.args, ran.kwargs, ran.reads
+        if self._rows or not reads or ran.facts.copies_as:
+            return func(*args, **kwargs)
+        device = reads[0].device.type
+        if dispatcher.calls_no_other(func, device) and all(map(modes.is_dense, reads)):
             return func(*args, **kwargs)
         self._below += 1
         try:
-            return dispatcher.in_region(func, args, kwargs, reads[0].device.type)
+            return dispatcher.in_region(func, args, kwargs, device)
         finally:
             self._below -= 1
 
@@ -458,7 +464,7 @@ class _Mode(modes.OpMode):
             flow.over = True
         read = dtypes(reads) if stream.counts else ()
         hear.before(ran)
-        result = stream.run(func, args, kwargs, reads)
+        result = stream.run(ran)
         made = stream.floats(result)
         if flow is not None and by is not None:
             flow.wrote(made or ran.into, by)

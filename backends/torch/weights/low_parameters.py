@@ -125,6 +125,13 @@ class LowWeights:
 
     def beside(self, state: State, p: Param) -> torch.Tensor | None:
         """Return what stands beside a parameter, laid out as the parameter is now."""
+        if p.dtype is not torch.bfloat16:
+            raise RuntimeError(
+                f"low_weights(): a weight of shape {tuple(p.shape)} was bfloat16, and is {p.dtype} "
+                "now, so that what stands beside it no longer fits. Do not cast the model after "
+                "low_weights(). For float32 weights, load optimizer.float32_state_dict(model) "
+                "into a model in float32."
+            )
         own = self.entries(state, p)
         beside: torch.Tensor | None = own.get(BESIDE)
         if beside is None:

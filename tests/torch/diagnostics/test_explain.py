@@ -314,8 +314,16 @@ def test_results_are_bit_identical(title: str, low: torch.dtype) -> None:
     assert explained == plain
 
 
-W = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
-LSTM = nn.LSTM(8, 8)
+W = torch.randn(16, 16, generator=torch.Generator().manual_seed(0))
+EIGHT = W.to(torch.float8_e4m3fn)
+LSTM = nn.LSTM(16, 16)
+
+
+@torch.library.custom_op("polymp_test::squared", mutates_args=(), device_types="cpu")
+def squared(x: torch.Tensor) -> torch.Tensor:
+    return x @ x
+
+
 CALLING: dict[str, Callable[[], torch.Tensor]] = {
     "pinv": lambda: torch.linalg.pinv(W),
     "sparse": lambda: torch.sparse.mm(W.to_sparse(), W),
@@ -323,6 +331,8 @@ CALLING: dict[str, Callable[[], torch.Tensor]] = {
     "einsum": lambda: torch.einsum("ij,kj->ik", W, W),
     "multi_dot": lambda: torch.linalg.multi_dot([W, W, W]),
     "lstm": lambda: LSTM(W[None])[0],
+    "custom": lambda: squared(W),
+    "fp8": lambda: torch._scaled_mm(EIGHT, EIGHT.t(), W.new_ones(()), W.new_ones(())),
 }
 TOOLS = {
     "explain": explain,

@@ -414,6 +414,15 @@ def test_what_is_refused_and_that_the_model_stays_as_it_was(name: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_model_that_is_cast_later_is_refused() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = low_weights(torch.optim.AdamW(model.parameters()))
+    model.float()(torch.ones(1, 4)).sum().backward()
+    for read in (optimizer.step, lambda: optimizer.float32_state_dict(model)):
+        with pytest.raises(RuntimeError, match=r"shape \(4, 4\) was bfloat16, and is"):
+            read()
+
+
 def test_sparse_gradients_are_refused() -> None:
     model = nn.Embedding(8, 4, sparse=True)
     optimizer = low_weights(torch.optim.SGD(model.parameters(), lr=0.1))

@@ -76,8 +76,8 @@ class Operand(NamedTuple):
     def __str__(self) -> str:
         parts = [f"{self.dtype}{list(self.shape)}"]
         if self.largest:
-            start = f"from {self.smallest:.3g} " if self.smallest else "up "
-            parts.append(f"|x| {start}to {self.largest:.3g}")
+            start = f"from {_size(self.smallest)} " if self.smallest else "up "
+            parts.append(f"|x| {start}to {_size(self.largest)}")
         shares = (
             ("negative", self.negative),
             ("zero", self.zeros),
@@ -100,6 +100,11 @@ def operand_numbers(xp: Any, values: Any) -> Any:
     kinds = (size == 0, xp.isinf(size), xp.isnan(size), values < 0)
     shares = [xp.mean(xp.where(kind, one, zero)) for kind in kinds]
     return xp.stack([xp.min(some), xp.max(most), *shares])
+
+
+def _size(x: float) -> str:
+    """Return a magnitude in three digits; in nine next to 1, past which acos is NaN."""
+    return f"{x:.9g}" if f"{x:.3g}" == "1" else f"{x:.3g}"
 
 
 def _percent(share: float) -> str:

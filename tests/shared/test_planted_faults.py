@@ -328,6 +328,7 @@ SINGLE = (
     Single("a column beside Inf", "div", "operation", says="input 1: float32[3, 4], all zero"),
     Single("Inf that was removed", "div", "operation", says="input 1: float16[3, 4], all zero"),
     Single("root of a negative", "sqrt", "operation", says="33 % negative"),
+    Single("past 1", "acos", "operation", says="|x| from 0.5 to 1.00000012"),
 )
 
 

@@ -181,8 +181,9 @@ class LocateValues(Values):
         self._dicts: list[tuple[Any, Any]] = []  # of scalers and schedulers, with copies
 
     def begin(self) -> None:
-        hook = register_module_forward_pre_hook(self._meeting.module)
-        self.stream.callback(hook.remove)
+        if not self._meeting.met:  # torch.compile warns of such a hook
+            hook = register_module_forward_pre_hook(self._meeting.module)
+            self.stream.callback(hook.remove)
         alive = [*_alive(*_CHANGED, Optimizer, nn.Parameter)]
         changed = [it for it in alive if isinstance(it, _CHANGED)]
         self._dicts = [(own, _copied(own)) for own in map(vars, changed)]
@@ -311,7 +312,8 @@ class _Meeting:
     patience = timedelta(seconds=60)
 
     def __init__(self) -> None:
-        self._met = not (dist.is_available() and dist.is_initialized())
+        # True once the ranks have met, and from the start where there are no others.
+        self.met: bool = not (dist.is_available() and dist.is_initialized())
         self.with_others: bool = False
 
     def module(self, module: nn.Module, _: Any) -> None:
@@ -321,8 +323,8 @@ class _Meeting:
 
     def wait(self, what: str) -> None:
         """Wait for the other ranks, once."""
-        ranks = 1 if self._met else dist.get_world_size()
-        self._met = True
+        ranks = 1 if self.met else dist.get_world_size()
+        self.met = True
         if ranks == 1:
             return
         self.with_others = True

@@ -149,4 +149,5 @@ STEPS: dict[str, Callable[[], Step]] = {
     "a column beside Inf": lambda: Step(beside, ones(3, 4)),
     "Inf that was removed": lambda: Step(removed, ones(3, 4)),
     "root of a negative": lambda: Step(lambda x: x.sqrt().sum(), torch.tensor([6e-5, -2.0, 1.0])),
+    "past 1": lambda: Step(lambda x: x.acos().sum(), torch.tensor([0.5, 1 + 2**-23])),
 }

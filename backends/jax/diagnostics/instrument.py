@@ -505,10 +505,24 @@ def real(x: jax.Array) -> jax.Array:
 
 def peak(*arrays: jax.Array) -> jax.Array:
     """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
-    arrays = tuple(map(real, arrays))
-    sizes = [lax.convert_element_type(x, _exact(x)) for x in arrays]
-    peaks = [largest_magnitude(x, range(x.ndim)) for x in sizes]
-    return reduce(jnp.maximum, peaks)
+    return reduce(jnp.maximum, map(_peak, map(real, arrays)))
+
+
+def _peak(x: jax.Array) -> jax.Array:
+    """The largest magnitude in an array of real numbers.
+
+    Of a long one, that of each column first: XLA's loop for one number alone is not vectorized on
+    CPUs, and takes twice as long, three times as long for 16 bits.
+    """
+    exact = _exact(x)
+    x = x if x.dtype in _LOW else lax.convert_element_type(x, exact)
+    if x.size % _COLUMNS == 0:
+        columns = largest_magnitude(lax.reshape(x, (x.size // _COLUMNS, _COLUMNS)), (0,))
+        x = lax.optimization_barrier(columns)  # else XLA makes one of the two
+    return lax.convert_element_type(largest_magnitude(x, range(x.ndim)), exact)
+
+
+_COLUMNS = 256
 
 
 def _exact(x: jax.Array) -> Any:

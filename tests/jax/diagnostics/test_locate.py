@@ -501,13 +501,24 @@ def test_arguments_beside_modules_go_by_the_names_of_their_parameters() -> None:
 # What the program has that is not finite
 
 
-def test_a_captured_array_is_an_input_and_in_a_jitted_function_a_constant() -> None:
+def test_a_captured_array_with_nan_is_an_input() -> None:
     weight = jnp.array([1.0, jnp.nan, 2.0])
-    fault = fault_of(lambda x: (x * weight).sum(), jnp.ones(3))
-    assert (fault.op, fault.kind, fault.found) == ("mul", "input", "NaN")
-    assert "a captured array (float32[3]) is not finite" in fault.why
-    fault = fault_of(jax.jit(lambda x: (x * weight).sum()), jnp.ones(3))
-    assert (fault.op, fault.kind, fault.why) == ("mul", "operation", CONSTANT)
+
+    def fn(x: Any) -> Any:
+        return (x * weight).sum()
+
+    def scan(x: Any) -> Any:
+        return lax.scan(lambda c, row: (c + fn(row), None), jnp.float32(0), x[None])[0]
+
+    for whole in (fn, jax.jit(fn), jax.jit(jax.value_and_grad(autocast(fn))), jax.jit(scan)):
+        fault = fault_of(whole, jnp.ones(3))
+        assert (fault.op, fault.kind, fault.found) == ("mul", "input", "NaN")
+        assert fault.why == "a captured array (float32[3]) is not finite before any op runs"
+    scale = jnp.float32(jnp.nan)
+    assert "a captured array (float32[])" in fault_of(jax.jit(lambda x: x * scale), X).why
+
+
+def test_infinities_of_a_captured_array_may_be_those_of_a_mask() -> None:
     mask = jnp.array([[0.0, 0.0], [-jnp.inf, -jnp.inf]])
     fault = fault_of(jax.jit(lambda x: jax.nn.softmax(x + mask).sum()), jnp.ones((2, 2)))
     assert (fault.op, fault.found) == ("sub", "NaN")

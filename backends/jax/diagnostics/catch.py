@@ -126,7 +126,7 @@ class Catch(CaughtStep[P, R]):
     def _do(self, args: Any, kwargs: Any) -> tuple[R, dict[int, Any], bool]:
         self._next = None
         result = self._fn(*args, **kwargs)
-        leaves = jax.tree.leaves(result)
+        leaves, self._tree = jax.tree.flatten(result)
         # A jitted step changes no argument in place.
         is_jitted = isinstance(self._fn, JITTED_FUNCTION) and not self._objects
         self._results.are(leaves if is_jitted else leaves + jax.tree.leaves((args, kwargs)))
@@ -202,6 +202,9 @@ class Catch(CaughtStep[P, R]):
 
     def _another(self, step: int, losses: str) -> str:
         return self._unrepeated
+
+    def _name(self, at: int) -> str:
+        return f" result{jax.tree_util.keystr(path_of(self._tree, at))}"
 
     def _located(self, call: "Call", before: tuple[Leaves, Any]) -> tuple[Fault | None, str]:
         args, kwargs = jax.tree.unflatten(call.tree, before[0])
@@ -297,6 +300,10 @@ def _not_finite(loss: Any) -> jax.Array:
 
 def name_of(tree: jax.tree_util.PyTreeDef, at: int) -> str:
     """Return the name of an argument, as the caller would write it."""
+    return f"argument {jax.tree_util.keystr(path_of(tree, at)[1:])}"
+
+
+def path_of(tree: jax.tree_util.PyTreeDef, at: int) -> tuple[Any, ...]:
+    """Return the keys of a leaf."""
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-    path, _ = jax.tree_util.tree_leaves_with_path(numbered)[at]
-    return f"argument {jax.tree_util.keystr(path[1:])}"
+    return jax.tree_util.tree_leaves_with_path(numbered)[at][0]

@@ -187,7 +187,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         The fault; None if no op made an Inf or NaN, which is also written to standard error.
 
     Raises:
-        TypeError: `fn` is not callable, or an argument is traced.
+        TypeError: `fn` is not callable or reads values of arrays, or an argument is traced.
     """
     if not callable(fn):
         raise TypeError(

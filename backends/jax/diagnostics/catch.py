@@ -212,9 +212,8 @@ class Catch(CaughtStep[P, R]):
             return locate(self._fn, *args, **kwargs), ""
         except nnx.trace_errors():
             return None, _CLOSURE
-        except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
-            line = str(error).strip().splitlines()[0]
-            return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
+        except TypeError as error:  # a step that reads values cannot be traced
+            return None, str(error).strip().splitlines()[0]
 
     def _described(self, state: Mapping[int, Any], tree: jax.tree_util.PyTreeDef) -> str:
         """Say which part of the state is not finite; "" if none."""

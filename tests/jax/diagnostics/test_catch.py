@@ -295,7 +295,7 @@ def test_a_step_that_reads_values_is_stopped_without_an_op() -> None:
 
     caught = catch(step)
     w, _ = caught(jnp.ones(2), jnp.ones(2))
-    with pytest.raises(BadStepError, match="locate could not trace the step") as raised:
+    with pytest.raises(BadStepError, match="Return the loss as an array") as raised:
         checked(caught, w, -jnp.ones(2))
     assert raised.value.report.found == "the loss is NaN"
 

@@ -235,11 +235,23 @@ def branching(w: Any) -> Any:
     return w if w.sum() > 0 else -w
 
 
-@pytest.mark.parametrize("looked_at", [lambda fn, x: autocast(fn)(x), locate, polymp.jax.explain])
-def test_errors_of_jax_name_the_line_of_the_function(looked_at: Any) -> None:
+def test_errors_of_jax_name_the_line_of_the_function() -> None:
     line = branching.__code__.co_firstlineno
     with pytest.raises(jax.errors.TracerBoolConversionError, match=f"test_locate.py:{line} for"):
-        looked_at(branching, jnp.ones(3))
+        autocast(branching)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("fn", [branching, jax.jit(branching), lambda w: branching(w)])
+@pytest.mark.parametrize("looked_at", [locate, polymp.jax.explain, lambda fn, x: audit(fn)(x)])
+def test_a_function_that_reads_values_is_told_what_to_return(looked_at: Any, fn: Any) -> None:
+    line = branching.__code__.co_firstlineno + 1
+    with pytest.raises(TypeError) as raised:
+        looked_at(fn, jnp.ones(3))
+    assert str(raised.value) == (
+        f"The function could not be traced: Python reads the value of an array at test_locate.py:"
+        f"{line}, as float(loss) and `if loss > 0` do. Return the loss as an array, or give the "
+        "part that jax.jit can trace."
+    )
 
 
 def test_nan_of_a_mask_is_told() -> None:

@@ -22,10 +22,15 @@ from polymp.backends.jax.jaxprs import JITTED, RULED, ends_at_tolerance, inside
 from polymp.errors import PolicyError
 from polymp.rules.vocabulary import vocabulary
 
+# Checkpoint_names that mark a value, which is cast.
+MARKS = UPPER, LOWER = "polymp:upper", "polymp:lower"
+
 
 def spelling(eqn: Equation) -> str:
     """The equation's primitive as the vocabulary spells it."""
     name: str = eqn.primitive.name
+    if name == "name" and eqn.params["name"] in MARKS:
+        return "convert_element_type"
     variant = _VARIANTS.get(name)
     return name if variant is None else name + variant(eqn)
 

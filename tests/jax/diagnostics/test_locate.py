@@ -20,7 +20,7 @@ from polymp.backends.jax.diagnostics.explain import traced
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import CONSTANT
 from polymp.diagnostics.call_record import FORWARD
-from polymp.jax import GradScaler, audit, autocast, locate
+from polymp.jax import GradScaler, audit, autocast, locate, lower
 from tests.support import processes
 from tests.support.jax.scaler_tools import bits
 from tests.support.reports import operand
@@ -426,6 +426,15 @@ def test_an_optimizer_s_root_of_a_negative_number_needs_other_code() -> None:
     fault: Any = locate(jax.jit(schedule.update), jnp.ones(2), schedule.init(jnp.ones(2)))
     assert (fault.op, fault.direction, fault.kind) == ("sqrt", "update", "operation")
     assert fault.remedy.startswith("Change the code")
+
+
+def test_what_lower_marks_is_told_as_a_cast() -> None:
+    audited = audit(autocast(lambda x: (1 / lower(x * 1e-9)).sum(), dtype=F16))
+    fault = fault_of(audited.fn, jnp.ones(3))
+    assert (fault.op, fault.kind, fault.run) == ("to", "underflow", "float16")
+    assert "breaks at the cast test_locate.py:" in fault.remedy
+    audited(jnp.ones(3))
+    assert not audited.audit.suggest().rules, "a policy leaves it"
 
 
 @pytest.mark.parametrize("gradients", [False, True])

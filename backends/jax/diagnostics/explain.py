@@ -211,8 +211,8 @@ def traced(
                 closed = jax.make_jaxpr(flat)(*arrays)
             except _READS as error:
                 frames = traceback.extract_tb(error.__traceback__)
-                own = [f for f in frames if not code_origin.is_library(f.filename, *LIBRARIES)]
-                at = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+                users = [f for f in frames if not code_origin.is_library(f.filename, *LIBRARIES)]
+                at = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
                 raise TypeError(_READ.format(at=at)) from error
     # A jitted function may be compiled already.
     compiled = isinstance(fn, JITTED_FUNCTION) and change is None

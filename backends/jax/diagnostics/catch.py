@@ -204,7 +204,7 @@ class Catch(CaughtStep[P, R]):
         return self._unrepeated
 
     def _name(self, at: int) -> str:
-        return f" result{jax.tree_util.keystr(path_of(self._tree, at))}"
+        return f" {name_of(self._tree, at, result=True)}"
 
     def _located(self, call: "Call", before: tuple[Leaves, Any]) -> tuple[Fault | None, str]:
         args, kwargs = jax.tree.unflatten(call.tree, before[0])
@@ -297,12 +297,9 @@ def _not_finite(loss: Any) -> jax.Array:
     return ~jnp.isfinite(loss).reshape(())
 
 
-def name_of(tree: jax.tree_util.PyTreeDef, at: int) -> str:
-    """Return the name of an argument, as the caller would write it."""
-    return f"argument {jax.tree_util.keystr(path_of(tree, at)[1:])}"
-
-
-def path_of(tree: jax.tree_util.PyTreeDef, at: int) -> tuple[Any, ...]:
-    """Return the keys of a leaf."""
+def name_of(tree: jax.tree_util.PyTreeDef, at: int, result: bool = False) -> str:
+    """Return the name of an argument, as the caller would write it, or of a result."""
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
-    return jax.tree_util.tree_leaves_with_path(numbered)[at][0]
+    path, _ = jax.tree_util.tree_leaves_with_path(numbered)[at]
+    keys = jax.tree_util.keystr(path if result else path[1:])
+    return f"result{keys}" if result else f"argument {keys}"

@@ -247,11 +247,9 @@ def test_a_function_that_reads_values_is_told_what_to_return(looked_at: Any, fn:
     line = branching.__code__.co_firstlineno + 1
     with pytest.raises(TypeError) as raised:
         looked_at(fn, jnp.ones(3))
-    assert str(raised.value) == (
-        f"The function could not be traced: Python reads the value of an array at test_locate.py:"
-        f"{line}, as float(loss) and `if loss > 0` do. Return the loss as an array, or give the "
-        "part that jax.jit can trace."
-    )
+    said = str(raised.value)
+    assert f"Python reads the value of an array at test_locate.py:{line}, as float(loss)" in said
+    assert said.endswith("Return the loss as an array, or give the part that jax.jit can trace.")
 
 
 def test_nan_of_a_mask_is_told() -> None:
@@ -528,10 +526,8 @@ def test_a_captured_array_with_nan_is_an_input() -> None:
     def fn(x: Any) -> Any:
         return (x * weight).sum()
 
-    def scan(x: Any) -> Any:
-        return lax.scan(lambda c, row: (c + fn(row), None), jnp.float32(0), x[None])[0]
-
-    for whole in (fn, jax.jit(fn), jax.jit(jax.value_and_grad(autocast(fn))), jax.jit(scan)):
+    loop = jax.jit(lambda x: lax.map(fn, x[None]).sum())
+    for whole in (fn, jax.jit(fn), jax.jit(jax.value_and_grad(autocast(fn))), loop):
         fault = fault_of(whole, jnp.ones(3))
         assert (fault.op, fault.kind, fault.found) == ("mul", "input", "NaN")
         assert fault.why == "a captured array (float32[3]) is not finite before any op runs"

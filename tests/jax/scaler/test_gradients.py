@@ -122,13 +122,9 @@ def test_what_is_finite_scaled_and_not_unscaled_is_found(wrap, dtype):
 
 @pytest.mark.parametrize("given", [3, True, np.int32(3), jnp.arange(3), "loss", abs], ids=str)
 def test_a_loss_that_is_no_float_is_refused(given):
-    for scaler in (GradScaler(), GradScaler(enabled=False)):
-        with pytest.raises(TypeError) as raised:
-            scaler.scale(given)
-        assert str(raised.value) == (
-            f"scale takes the loss, a float, or a pytree, got {given!r}. Write jax.grad(lambda "
-            "params: scaler.scale(loss(params))), where loss returns a float."
-        )
+    with pytest.raises(TypeError, match=r"^scale takes the loss, .* returns a float\.$") as raised:
+        GradScaler().scale(given)
+    assert f", got {given!r}. Write jax.grad(" in str(raised.value)
 
 
 def test_what_is_no_float_in_a_pytree_passes():

@@ -6,6 +6,7 @@ Where torch.amp raises, its exception type and message are the contract and thes
 import reprlib
 
 _LONGEST = 1000  # characters of a line of a message
+_BRIEF = 200  # of a value in it
 
 _repr = reprlib.Repr()
 _repr.maxother = 80
@@ -20,16 +21,16 @@ def escaped(text: str) -> str:
 
 def brief(value: object) -> str:
     """The `repr` of a value that a user gave, shortened, in one line: of a model or a tensor."""
-    return " ".join(_repr.repr(value).split())
+    return _shortened(" ".join(_repr.repr(value).split()), _BRIEF)
 
 
 def readable(text: str) -> str:
     """A message of any length for a person: `escaped`, and very long lines without their middle."""
-    lines = [
-        line if len(line) <= _LONGEST else f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
-        for line in text.split("\n")
-    ]
-    return escaped("\n".join(lines))
+    return escaped("\n".join(_shortened(line, _LONGEST) for line in text.split("\n")))
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
 
 
 class PolympError(Exception):

@@ -42,7 +42,8 @@ class BadStep(NamedTuple):
         step: its number; 0 is the first call of the step.
         found: what broke: "the loss is NaN".
         fault: the op at which it broke; None if every op of the step has finite results.
-        losses: of the steps before it that were replayed; the latest is the last.
+        losses: of the steps before it that were replayed; the latest is the last. Of several
+            numbers that the step returns, the one that is not finite.
         undone: the number of steps that were taken back, this one included; 0 if none could be
             repeated.
         note: a sentence on what a replay could not show; "" if there is nothing to say.
@@ -117,12 +118,19 @@ class LossChecks:
         return any([bool(copy.values()) for copy in here])
 
 
-def bad_loss(losses: Mapping[int, Any]) -> str:
+def bad_loss(losses: Mapping[int, Any], name: Callable[[int], str]) -> str:
     """Say which of the losses of a call is bad; "" if none. Waits for the device."""
-    for number in map(float, losses.values()):
+    for at, number in zip(losses, map(float, losses.values()), strict=True):
         if not math.isfinite(number):
-            return f"the loss is {'NaN' if math.isnan(number) else 'Inf' if number > 0 else '-Inf'}"
+            what = "NaN" if math.isnan(number) else "Inf" if number > 0 else "-Inf"
+            return f"the loss{name(at) if len(losses) > 1 else ''} is {what}"
     return ""
+
+
+def _before(bad: Mapping[int, Any], losses: Iterable[Mapping[int, Any]]) -> tuple[float, ...]:
+    """Return earlier losses in the place of the one that is bad, or that is the only one."""
+    broken = [at for at, loss in bad.items() if len(bad) == 1 or not math.isfinite(loss)]
+    return tuple(float(each[at]) for at in broken[:1] for each in losses if at in each)
 
 
 class Repeated(NamedTuple):
@@ -297,6 +305,10 @@ class CaughtStep(NoBlock, Generic[P, R]):
         """Return the note on a step that had other losses when it was repeated."""
         raise NotImplementedError
 
+    def _name(self, at: int) -> str:
+        """Return the name, after a space, of one of several losses, by its place."""
+        return ""
+
     def _located(self, call: Any, before: Any) -> tuple[Fault | None, str]:
         """Return the op at which a call broke, and a note."""
         raise NotImplementedError
@@ -328,25 +340,26 @@ class CaughtStep(NoBlock, Generic[P, R]):
 
     def _first_bad(self) -> tuple[BadStep, Any]:
         """Repeat the calls; return the first bad step, and the state before it if it is known."""
-        first, losses = self.step - len(self._calls), list[float]()
+        first, losses = self.step - len(self._calls), list[Mapping[int, float]]()
         for at, (call, again) in enumerate(zip(self._calls, self._repeated(), strict=False)):
             differs = first_difference(call.losses, again)
             if self._anywhere(bool(differs)):
                 return self._by_losses(self._another(first + at, differs)), None
-            found = bad_loss(again.losses) or again.found()
+            found = bad_loss(again.losses, self._name) or again.found()
             if self._anywhere(bool(found)):
                 fault, note = self._located(call, again.before)
                 undone, found = len(self._calls) - at, found or "another rank has a bad value"
-                return BadStep(first + at, found, fault, tuple(losses), undone, note), again.before
-            losses += map(float, again.losses.values())
+                earlier = _before(again.losses, losses)
+                return BadStep(first + at, found, fault, earlier, undone, note), again.before
+            losses.append({at: float(loss) for at, loss in again.losses.items()})
         return self._by_losses(self._unrepeated), None
 
     def _by_losses(self, note: str) -> BadStep:
         """Return the bad step by the losses that the calls had: repeated, they are other steps."""
         losses = [call.losses for call in self._calls]
-        found = [bad_loss(each) for each in losses]
+        found = [bad_loss(each, self._name) for each in losses]
         bad = next((at for at, words in enumerate(found) if words), len(found) - 1)
-        before = tuple(float(loss) for each in losses[:bad] for loss in each.values())
+        before = _before(losses[bad], losses[:bad])
         first = self.step - len(found)
         return BadStep(first + bad, found[bad] or "a value is not finite", None, before, 0, note)
 

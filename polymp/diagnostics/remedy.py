@@ -76,7 +76,8 @@ def tried(fault: Fault, ops: Sequence[str], repeat: Repeat, scaled: bool) -> Fau
         return known._replace(remedy=_before(fault.op, ops, repeat, scale))
     if found.run in LOW:  # in no policy's hands
         at = f" {found.source}" if found.source else ""
-        where = f"breaks at {found.op}{at}, where the program itself asks for {found.run}"
+        op = "the cast" if found.op == "to" else found.op
+        where = f"breaks at {op}{at}, where the program itself asks for {found.run}"
         how = f"With all ops in float32 this step was tried, and {where}: change that"
         bfloat16 = ", or use bfloat16" if found.run == "float16" else ""
         return known._replace(remedy=f"{how}{bfloat16}.{UNTRIED}")

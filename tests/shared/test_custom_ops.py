@@ -457,6 +457,11 @@ def all_refused(said: str, *rows: tuple[type[Exception], dict[str, Any], str]) -
         refused(error, said + message, lambda how=how: polymp.register_op(**how))
 
 
+NO_OP = """\
+is no op. Give a primitive, or a function written with def: plain, jitted, jax.custom_jvp or \
+jax.custom_vjp."""
+
+
 def test_what_is_wrong_in_any_framework_is_refused() -> None:
     need("jax")
     import polymp.jax  # whose functions are looked up once
@@ -480,7 +485,7 @@ def test_what_is_wrong_in_any_framework_is_refused() -> None:
          f"rule 'fp23' for op 'own' is not one of {rules}."),
         (PolicyError, {"kind": "sofmax"} | known,
          f"no class 'sofmax'. Did you mean softmax? Classes: {classes}."),
-        (TypeError, {"jax": 3}, "jax=3 is neither a primitive nor a function with Python code"),
+        (TypeError, {"jax": 3}, f"jax=3 {NO_OP}"),
     )  # fmt: skip
     taken = (
         "the vocabulary has an op {!r} already. Register yours by another name, or give that op a "
@@ -579,7 +584,7 @@ def test_one_wrong_side_leaves_nothing_of_the_other() -> None:
     torch.library.define(f"{name}::op", "(Tensor x) -> Tensor")
     refused(
         TypeError,
-        f"register_op({name!r}): jax=3 is neither a primitive nor a function with Python code",
+        f"register_op({name!r}): jax=3 {NO_OP}",
         lambda: polymp.register_op(name, "fp32", torch=f"{name}::op", jax=3),
     )
     refused(

@@ -32,8 +32,7 @@ from polymp.backends.jax.autocast.contraction import contraction_p
 from polymp.backends.jax.autocast.evaluate import collector_paused, run
 from polymp.backends.jax.autocast.fp8_contraction import fp8_contraction_p
 from polymp.backends.jax.autocast.frame import LOW_DTYPES, Frame, Plan, Planner, Plans, given
-from polymp.backends.jax.autocast.known_functions import FUNCTIONS, code_of
-from polymp.backends.jax.autocast.op_handlers import LOWER, UPPER
+from polymp.backends.jax.autocast.known_functions import FUNCTIONS, LOWER, UPPER, code_of
 from polymp.backends.jax.autocast.planner import planned
 from polymp.backends.jax.autocast.regions import NameStacks, module_path
 from polymp.backends.jax.compat import ClosedProgram, OpenProgram

@@ -19,13 +19,18 @@ import jax.extend.core as core
 from polymp.backends.jax import compat
 from polymp.backends.jax.compat import ClosedProgram, Equation
 from polymp.backends.jax.jaxprs import JITTED, RULED, ends_at_tolerance, inside
-from polymp.errors import PolicyError
+from polymp.errors import PolicyError, brief
 from polymp.rules.vocabulary import vocabulary
+
+# Checkpoint_names that mark a value, which is cast.
+MARKS = UPPER, LOWER = "polymp:upper", "polymp:lower"
 
 
 def spelling(eqn: Equation) -> str:
     """The equation's primitive as the vocabulary spells it."""
     name: str = eqn.primitive.name
+    if name == "name" and eqn.params["name"] in MARKS:
+        return "convert_element_type"
     variant = _VARIANTS.get(name)
     return name if variant is None else name + variant(eqn)
 
@@ -193,7 +198,8 @@ def spelled(given: object, where: str) -> tuple[tuple[str, ...], tuple[str, ...]
     code = code_of(given) if callable(given) else None
     if code is None:
         raise TypeError(
-            f"{where}: jax={given!r} is neither a primitive nor a function with Python code"
+            f"{where}: jax={brief(given)} is no op. Give a primitive, or a function written with "
+            "def: plain, jitted, jax.custom_jvp or jax.custom_vjp."
         )
     FUNCTIONS.refresh()
     if FUNCTIONS.ops.get(id(code)):

@@ -37,7 +37,7 @@ from polymp.backends.jax.autocast.frame import (
     fixed,
     winner,
 )
-from polymp.backends.jax.autocast.known_functions import op_of, spelling
+from polymp.backends.jax.autocast.known_functions import MARKS, UPPER, op_of, spelling
 from polymp.backends.jax.autocast.regions import AS_CALLED
 from polymp.backends.jax.compat import Atom, Equation
 from polymp.dtypes import FORMATS, widest
@@ -45,8 +45,6 @@ from polymp.fp8 import ACTIVATION, RECIPES, WEIGHT
 from polymp.rules.policy import Decision, Region
 from polymp.rules.row import Rule
 from polymp.rules.vocabulary import vocabulary
-
-UPPER, LOWER = "polymp:upper", "polymp:lower"  # checkpoint_names that mark a value
 
 
 def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
@@ -69,7 +67,7 @@ def convert(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
 def name(frame: Frame, eqn: Equation, region: Region) -> Planned:
     """A name for a value, which may be one of our marks."""
-    if eqn.params["name"] not in (UPPER, LOWER):
+    if eqn.params["name"] not in MARKS:
         return free(frame, eqn, region)
     (atom,) = eqn.invars
     if frame.known(atom).dtype is None:

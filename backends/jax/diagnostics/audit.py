@@ -187,7 +187,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
         The fault; None if no op made an Inf or NaN, which is also written to standard error.
 
     Raises:
-        TypeError: `fn` is not callable, or an argument is traced.
+        TypeError: `fn` is not callable or reads values of arrays, or an argument is traced.
     """
     if not callable(fn):
         raise TypeError(
@@ -483,7 +483,7 @@ def _differs(
     bad = {
         at
         for at, came in enumerate(program.results)
-        if came.given or came.events & events or came.outside & spoiled
+        if came.given or came.captured or came.events & events or came.outside & spoiled
     }
     own = program.not_finite(arrays)
     return bool(own - bad or (broke and bad and not own))
@@ -527,7 +527,9 @@ def nodes_of(
                 tried=bool(fact.lost.size) or event.dtype != "float16",
                 vanished=vanished,
                 numbers=numbers if ones or vanished > 0 else (),
-                spoiled=next((spoiled[at] for at in event.outside if at in spoiled), ""),
+                spoiled=next(
+                    (spoiled[at] for at in event.outside if at in spoiled), event.captured
+                ),
                 given=event.given,
                 value=bool(event.dtype),
                 asks=name == "is_finite",

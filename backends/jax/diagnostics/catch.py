@@ -126,7 +126,7 @@ class Catch(CaughtStep[P, R]):
     def _do(self, args: Any, kwargs: Any) -> tuple[R, dict[int, Any], bool]:
         self._next = None
         result = self._fn(*args, **kwargs)
-        leaves = jax.tree.leaves(result)
+        leaves, self._tree = jax.tree.flatten(result)
         # A jitted step changes no argument in place.
         is_jitted = isinstance(self._fn, JITTED_FUNCTION) and not self._objects
         self._results.are(leaves if is_jitted else leaves + jax.tree.leaves((args, kwargs)))
@@ -203,15 +203,17 @@ class Catch(CaughtStep[P, R]):
     def _another(self, step: int, losses: str) -> str:
         return self._unrepeated
 
+    def _name(self, at: int) -> str:
+        return f" {name_of(self._tree, at, result=True)}"
+
     def _located(self, call: "Call", before: tuple[Leaves, Any]) -> tuple[Fault | None, str]:
         args, kwargs = jax.tree.unflatten(call.tree, before[0])
         try:
             return locate(self._fn, *args, **kwargs), ""
         except nnx.trace_errors():
             return None, _CLOSURE
-        except jax.errors.JAXTypeError as error:  # a step that reads values cannot be traced
-            line = str(error).strip().splitlines()[0]
-            return None, f"locate could not trace the step: {line} Wrap the part that is jitted."
+        except TypeError as error:  # a step that reads values cannot be traced
+            return None, str(error).strip().splitlines()[0]
 
     def _described(self, state: Mapping[int, Any], tree: jax.tree_util.PyTreeDef) -> str:
         """Say which part of the state is not finite; "" if none."""
@@ -295,8 +297,9 @@ def _not_finite(loss: Any) -> jax.Array:
     return ~jnp.isfinite(loss).reshape(())
 
 
-def name_of(tree: jax.tree_util.PyTreeDef, at: int) -> str:
-    """Return the name of an argument, as the caller would write it."""
+def name_of(tree: jax.tree_util.PyTreeDef, at: int, result: bool = False) -> str:
+    """Return the name of an argument, as the caller would write it, or of a result."""
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     path, _ = jax.tree_util.tree_leaves_with_path(numbered)[at]
-    return f"argument {jax.tree_util.keystr(path[1:])}"
+    keys = jax.tree_util.keystr(path if result else path[1:])
+    return f"result{keys}" if result else f"argument {keys}"

@@ -13,9 +13,11 @@ import inspect
 import itertools
 import os
 import reprlib
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, lru_cache
+from pathlib import Path
 from types import CodeType
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -77,7 +79,7 @@ def explain(
         export, counts as 1 in its FLOPs and bytes, and its title says so.
 
     Raises:
-        TypeError: `fn` is not callable, or `dtype` no dtype.
+        TypeError: `fn` is not callable or reads values of arrays, or `dtype` is no dtype.
     """
     if not callable(fn):
         raise TypeError(
@@ -205,11 +207,30 @@ def traced(
         record.instead = change
         with (stack := ExitStack()), stack:  # an interrupt may come where one of the two is left
             decision_log.recorded_by(stack, record)
-            closed = jax.make_jaxpr(flat)(*arrays)
+            try:
+                closed = jax.make_jaxpr(flat)(*arrays)
+            except _READS as error:
+                frames = traceback.extract_tb(error.__traceback__)
+                users = [f for f in frames if not code_origin.is_library(f.filename, *LIBRARIES)]
+                at = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""
+                raise TypeError(_READ.format(at=at)) from error
     # A jitted function may be compiled already.
     compiled = isinstance(fn, JITTED_FUNCTION) and change is None
     own = flat if compiled else core.jaxpr_as_fun(closed)
     return Traced(closed, record, arrays, names, results, own)
+
+
+# Where Python reads a value while it is traced; errors of JAX.
+_READS = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.NonConcreteBooleanIndexError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_READ = (
+    "The function could not be traced: Python reads the value of an array{at}, as float(loss) and "
+    "`if loss > 0` do. Return the loss as an array, or give the part that jax.jit can trace."
+)
 
 
 class Wrapped(NoBlock):

@@ -52,6 +52,7 @@ class Origin(NamedTuple):
     events: frozenset[int] = frozenset()
     outside: frozenset[int] = frozenset()
     given: bool = False
+    captured: str = ""  # words for an array with NaN that a jitted function closes over
 
 
 class Event(NamedTuple):
@@ -62,6 +63,7 @@ class Event(NamedTuple):
     outside: tuple[int, ...]  # inputs of the program that it reads, by their places
     dtype: str  # of its results; "" if they are no floats
     given: bool  # True if it reads an infinite number of the program
+    captured: str  # as in `Origin`
     group: int | None  # of the call that it ends; None of any other
     # of the program that a low dtype makes 0 or 1, by the place among its operands
     numbers: tuple[tuple[int, float], ...]
@@ -104,8 +106,7 @@ class MeasuredCall(Placed[Origin]):
         # The variables of its inputs, and after them those of its constants; then their names, as
         # the caller would write them, and words for the constants.
         self.inputs: Sequence[Atom] = [*invars, *constvars]
-        captured = [f"a captured array ({v.aval.str_short()})" for v in constvars]
-        self.names = [*traced.names, *captured]
+        self.names = [*traced.names, *(_captured(v.aval) for v in constvars)]
         self.events: list[Event] = []  # in order
         self.numbers: dict[Key, int | None] = {}  # by equation, that of its event; None without one
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
@@ -195,12 +196,18 @@ class MeasuredCall(Placed[Origin]):
 
     def number(self, value: Any) -> Origin:
         floats = jnp.issubdtype(jnp.result_type(value), jnp.floating)
-        finite = jnp.isfinite if np.ndim(value) else np.isfinite  # an array may be on many devices
-        return Origin(given=bool(floats and not finite(value).all()))
+        array = np.ndim(value) or isinstance(value, jax.Array)
+        there = jnp if array else np  # an array may be on many devices
+        if array and floats and there.isnan(value).any():  # Inf may be that of a mask
+            return Origin(captured=_captured(jax.typeof(value)))
+        return Origin(given=bool(floats and not there.isfinite(value).all()))
 
     def join(self, one: Origin, other: Origin) -> Origin:
         return Origin(
-            one.events | other.events, one.outside | other.outside, one.given or other.given
+            one.events | other.events,
+            one.outside | other.outside,
+            one.given or other.given,
+            one.captured or other.captured,
         )
 
     def leaf(
@@ -223,14 +230,15 @@ class MeasuredCall(Placed[Origin]):
                 dtype = made[0].dtype.name if made else ""
                 numbers = self._constants(site)
                 divisors = tuple(sorted(values[1].events)) if name == "div" else None
-                events.append(
-                    Event(site, inputs, outside, dtype, through.given, group, numbers, divisors)
-                )
+                own = through.given, through.captured
+                events.append(Event(site, inputs, outside, dtype, *own, group, numbers, divisors))
         elif (number := self.numbers[key]) is not None:  # a loop's equation is met again
             event = events[number]
             later = tuple(sorted(through.events.difference(event.inputs)))
             outside = tuple(sorted(through.outside))
-            events[number] = event._replace(later=later, outside=outside, given=through.given)
+            events[number] = event._replace(
+                later=later, outside=outside, given=through.given, captured=through.captured
+            )
         if (number := self.numbers[key]) is not None and (self.once or key not in self.unlisted):
             through = Origin(frozenset([number]))
         return [through] * len(eqn.outvars)
@@ -244,6 +252,11 @@ class MeasuredCall(Placed[Origin]):
         forward = site.scope.direction == FORWARD  # a derivative may have another array there
         numbers = record.numbers[name]
         return tuple((at, x) for at, x in numbers if forward or hasattr(eqn.invars[at], "val"))
+
+
+def _captured(aval: Any) -> str:
+    """Words for an array that a function closes over."""
+    return f"a captured array ({aval.str_short()})"
 
 
 def _moves(eqn: Equation) -> bool:

@@ -117,18 +117,18 @@ class GradScaler:
         scale above 2**15: the scaler backs off to it. It need not if the loss itself is float32.
 
         Args:
-            tree: a loss, float [], or a pytree; what is no float array or number passes.
+            tree: a loss, float [], or a pytree, of which what is no float array or number passes.
 
         Returns:
             The products, in the structure of `tree`.
 
         Raises:
-            TypeError: `tree` is a function.
+            TypeError: `tree` is no pytree and no float, such as a function or an int.
         """
-        if callable(tree) and jax.tree.leaves(tree) == [tree]:
+        if jax.tree_util.all_leaves([tree]) and not is_scalable(tree):
             raise TypeError(
-                "scale takes the loss, not the function that computes it, got "
-                f"{tree!r:.80}. Write jax.grad(lambda params: scaler.scale(loss(params)))."
+                f"scale takes the loss, a float, or a pytree, got {brief(tree)}. Write "
+                "jax.grad(lambda params: scaler.scale(loss(params))), where loss returns a float."
             )
         if not self.enabled:
             return tree

@@ -208,7 +208,7 @@ def test_a_bad_gradient_under_finite_losses_is_found_later_and_its_step_named() 
 
     # What the step returns is checked at every call, and so is a norm that it returns.
     caught = catch(jax.jit(with_norm), every=1000)
-    with pytest.raises(BadStepError, match=r"^step 1: the loss is NaN\n"):
+    with pytest.raises(BadStepError, match=r"^step 1: the loss result\[2\] is NaN\n"):
         trained(caught, 100)
 
 
@@ -295,7 +295,7 @@ def test_a_step_that_reads_values_is_stopped_without_an_op() -> None:
 
     caught = catch(step)
     w, _ = caught(jnp.ones(2), jnp.ones(2))
-    with pytest.raises(BadStepError, match="locate could not trace the step") as raised:
+    with pytest.raises(BadStepError, match="Return the loss as an array") as raised:
         checked(caught, w, -jnp.ones(2))
     assert raised.value.report.found == "the loss is NaN"
 
@@ -314,6 +314,26 @@ def test_it_is_not_called_in_traced_code() -> None:
         "the step of catch was called by code that is traced, where there are no values. "
         "Write catch(jax.jit(step)), and call it outside of jit."
     )
+
+
+def test_of_several_numbers_the_one_that_broke_is_shown() -> None:
+    @catch
+    @jax.jit
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x * w) ** 2))(w)
+        return w - 10 * grad, {"accuracy": jnp.float32(0.5), "loss": loss}
+
+    w = jnp.ones(2)
+    for number in (0.1, 0.2, 0.3):
+        w, _ = step(w, jnp.full(2, number))
+    with pytest.raises(BadStepError) as raised:
+        checked(step, w, jnp.full(2, math.nan))
+    report = raised.value.report
+    assert report.found == "the loss result[1]['loss'] is NaN"
+    assert report.losses == pytest.approx([0.01, 0.0324, 0.026244])
+    with pytest.raises(BadStepError) as raised:  # the state breaks
+        checked(step, jnp.ones(2), jnp.full(2, 1.2e19))
+    assert raised.value.report.losses == ()
 
 
 def test_a_decorator_with_arguments() -> None:

@@ -20,7 +20,7 @@ from polymp.backends.jax.diagnostics.explain import traced
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.blame import CONSTANT
 from polymp.diagnostics.call_record import FORWARD
-from polymp.jax import GradScaler, audit, autocast, locate
+from polymp.jax import GradScaler, audit, autocast, locate, lower
 from tests.support import processes
 from tests.support.jax.scaler_tools import bits
 from tests.support.reports import operand
@@ -235,11 +235,21 @@ def branching(w: Any) -> Any:
     return w if w.sum() > 0 else -w
 
 
-@pytest.mark.parametrize("looked_at", [lambda fn, x: autocast(fn)(x), locate, polymp.jax.explain])
-def test_errors_of_jax_name_the_line_of_the_function(looked_at: Any) -> None:
+def test_errors_of_jax_name_the_line_of_the_function() -> None:
     line = branching.__code__.co_firstlineno
     with pytest.raises(jax.errors.TracerBoolConversionError, match=f"test_locate.py:{line} for"):
-        looked_at(branching, jnp.ones(3))
+        autocast(branching)(jnp.ones(3))
+
+
+@pytest.mark.parametrize("fn", [branching, jax.jit(branching), lambda w: branching(w)])
+@pytest.mark.parametrize("looked_at", [locate, polymp.jax.explain, lambda fn, x: audit(fn)(x)])
+def test_a_function_that_reads_values_is_told_what_to_return(looked_at: Any, fn: Any) -> None:
+    line = branching.__code__.co_firstlineno + 1
+    with pytest.raises(TypeError) as raised:
+        looked_at(fn, jnp.ones(3))
+    said = str(raised.value)
+    assert f"Python reads the value of an array at test_locate.py:{line}, as float(loss)" in said
+    assert said.endswith("Return the loss as an array, or give the part that jax.jit can trace.")
 
 
 def test_nan_of_a_mask_is_told() -> None:
@@ -416,6 +426,15 @@ def test_an_optimizer_s_root_of_a_negative_number_needs_other_code() -> None:
     assert fault.remedy.startswith("Change the code")
 
 
+def test_what_lower_marks_is_told_as_a_cast() -> None:
+    audited = audit(autocast(lambda x: (1 / lower(x * 1e-9)).sum(), dtype=F16))
+    fault = fault_of(audited.fn, jnp.ones(3))
+    assert (fault.op, fault.kind, fault.run) == ("to", "underflow", "float16")
+    assert "breaks at the cast test_locate.py:" in fault.remedy
+    audited(jnp.ones(3))
+    assert not audited.audit.suggest().rules, "a policy leaves it"
+
+
 @pytest.mark.parametrize("gradients", [False, True])
 def test_what_becomes_1_in_a_low_dtype_is_a_cause(gradients: bool) -> None:
     z = jnp.array([-8.0, 3.0, 8.0, 7.0])
@@ -501,13 +520,22 @@ def test_arguments_beside_modules_go_by_the_names_of_their_parameters() -> None:
 # What the program has that is not finite
 
 
-def test_a_captured_array_is_an_input_and_in_a_jitted_function_a_constant() -> None:
+def test_a_captured_array_with_nan_is_an_input() -> None:
     weight = jnp.array([1.0, jnp.nan, 2.0])
-    fault = fault_of(lambda x: (x * weight).sum(), jnp.ones(3))
-    assert (fault.op, fault.kind, fault.found) == ("mul", "input", "NaN")
-    assert "a captured array (float32[3]) is not finite" in fault.why
-    fault = fault_of(jax.jit(lambda x: (x * weight).sum()), jnp.ones(3))
-    assert (fault.op, fault.kind, fault.why) == ("mul", "operation", CONSTANT)
+
+    def fn(x: Any) -> Any:
+        return (x * weight).sum()
+
+    loop = jax.jit(lambda x: lax.map(fn, x[None]).sum())
+    for whole in (fn, jax.jit(fn), jax.jit(jax.value_and_grad(autocast(fn))), loop):
+        fault = fault_of(whole, jnp.ones(3))
+        assert (fault.op, fault.kind, fault.found) == ("mul", "input", "NaN")
+        assert fault.why == "a captured array (float32[3]) is not finite before any op runs"
+    scale = jnp.float32(jnp.nan)
+    assert "a captured array (float32[])" in fault_of(jax.jit(lambda x: x * scale), X).why
+
+
+def test_infinities_of_a_captured_array_may_be_those_of_a_mask() -> None:
     mask = jnp.array([[0.0, 0.0], [-jnp.inf, -jnp.inf]])
     fault = fault_of(jax.jit(lambda x: jax.nn.softmax(x + mask).sum()), jnp.ones((2, 2)))
     assert (fault.op, fault.found) == ("sub", "NaN")

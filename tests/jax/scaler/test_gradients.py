@@ -120,7 +120,14 @@ def test_what_is_finite_scaled_and_not_unscaled_is_found(wrap, dtype):
     assert (new.tolist(), bool(finite), int(after.state.skipped)) == ([1.0, 1.0], False, 1)
 
 
-def test_what_is_not_a_float_passes():
+@pytest.mark.parametrize("given", [3, True, np.int32(3), jnp.arange(3), "loss", abs], ids=str)
+def test_a_loss_that_is_no_float_is_refused(given):
+    with pytest.raises(TypeError, match=r"^scale takes the loss, .* returns a float\.$") as raised:
+        GradScaler().scale(given)
+    assert f", got {given!r}. Write jax.grad(" in str(raised.value)
+
+
+def test_what_is_no_float_in_a_pytree_passes():
     integers = jnp.arange(3)
     nothing = jax.grad(lambda n: 1.0, allow_int=True)(3)
     key = jax.random.key(0)

@@ -97,12 +97,14 @@ WITH_OPTAX = (
 )
 
 
-@pytest.mark.parametrize("given", ["transformation", "its update", "what that returns"])
+@pytest.mark.parametrize("given", ["transformation", "its update", "what that returns", "a tree"])
 def test_what_is_no_update_of_the_state(given):
     params = {"w": jnp.ones(2)}
     state = TX.init(params)
     update = {
-        "transformation": TX, "its update": TX.update, "what that returns": TX.update(params, state)
+        "transformation": TX, "its update": TX.update,
+        "what that returns": TX.update(params, state),
+        "a tree": {n: {m: jnp.ones((9, 9)) for m in "abc"} for n in "abc"},
     }[given]  # fmt: skip
     with pytest.raises(TypeError) as raised:
         GradScaler().step(params, update, params, state)
@@ -112,6 +114,7 @@ def test_what_is_no_update_of_the_state(given):
         "state that returns the new state, got "
     )
     assert said.endswith(f". {WITH_OPTAX}")
+    assert len(said) < 620, "what was given is shortened"
 
 
 KEEP = (

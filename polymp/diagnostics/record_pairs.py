@@ -368,9 +368,11 @@ class Pairs:
         ordered = self._in_order(i, j, allowed[RMS])
         if one.kind == UPDATE and not strict:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
-            # rounding, an element jumps, which no probe may have shown: up to two are let pass.
+            # rounding, an element jumps: each may, and two that no probe has shown are let pass.
+            jump = 2 * max(one.values[AMAX], other.values[AMAX])
+            allowed[ELEMENTS] += jump
             if not ordered:
-                allowed[ORDERLESS] += 4 * max(one.values[AMAX], other.values[AMAX]) / one.size
+                allowed[ORDERLESS] += 2 * jump / one.size
             elif _of_two_elements(difference[PROJECTIONS], float(allowed[PROJECTIONS].max())):
                 allowed = np.maximum(allowed, difference)
         part = slice(0, VALUES) if ordered else ORDERLESS

@@ -15,10 +15,11 @@ Integers and bools that are chosen from moved floats, as by argmax or x > 0, are
 autograd, so that the backward pass is that of the moved run, and is moved itself.
 """
 
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, reduce
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -685,9 +686,8 @@ def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
     sums: list[tuple[Any, list[torch.Tensor]]] = []
     if name in _WEIGHTS and result[1].numel():  # it subtracts means
         t, lost = result[0], result[1] * result[2]
-        means = torch.linalg.vector_norm(lost, dtype=wide(t)) / lost.numel() ** 0.5
-        norm = torch.linalg.vector_norm(t, dtype=wide(t)) * (1 + means**2).sqrt()
-        yield t, norm, rounding.FUNCTION * _inside(t)
+        means = norm_of(lost) / lost.numel() ** 0.5
+        yield t, norm_of(t) * (1 + means**2).sqrt(), rounding.FUNCTION * _inside(t)
     elif name in op_facts.SUMS and not dispatcher.writes(ran.func):
         first = name in ("addmm", "addmv", "baddbmm")  # of three, to which a product is added
         sums = [(result, given[first : first + 2])]
@@ -706,10 +706,11 @@ def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
             count = operands[0].numel() / t.numel()
         else:
             count = _parts(ran, result, t).terms
-        norm = abs(ran.kwargs.get("alpha", 1))
+        size = abs(ran.kwargs.get("alpha", 1))
+        size *= (t.numel() / count if name == "mean" else t.numel() * count) ** 0.5
         for x in operands:
-            norm = norm * torch.linalg.vector_norm(x, dtype=wide(x)) / x.numel() ** 0.5
-        size = (t.numel() / count if name == "mean" else t.numel() * count) ** 0.5
+            size /= x.numel() ** 0.5
+        norm = reduce(operator.mul, map(norm_of, operands))
         # Of a low result the operands are rounded, too, most often by a cast.
         yield t, norm * size, max((count / 3) ** 0.5 * _inside(t), torch.finfo(t.dtype).eps / 2)
 
@@ -727,6 +728,11 @@ def _magnitude(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
 def wide(t: torch.Tensor) -> torch.dtype:
     """Return a dtype in which a tensor's rounding can be told: its own, or float32."""
     return torch.float64 if t.dtype is torch.float64 else torch.float32
+
+
+def norm_of(t: torch.Tensor) -> torch.Tensor:
+    """Return about the norm of a tensor; that of bfloat16 as it is, for its range is float32's."""
+    return torch.linalg.vector_norm(t, dtype=None if t.dtype is torch.bfloat16 else wide(t))
 
 
 def _added(ran: Ran, within: torch.dtype) -> torch.Tensor:

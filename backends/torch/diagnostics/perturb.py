@@ -15,11 +15,11 @@ Integers and bools that are chosen from moved floats, as by argmax or x > 0, are
 autograd, so that the backward pass is that of the moved run, and is moved itself.
 """
 
-import operator
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, reduce
+from functools import cache
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -682,7 +682,7 @@ def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
     That is a share of the norm, which is larger than the result's where the terms cancel. The
     square of a sum of independent terms is, in the mean, the sum of their squares.
     """
-    name, given = ran.func.overloadpacket.__name__, numbers_in(ran.args)
+    name, given = ran.func.overloadpacket.__name__, ran.reads
     sums: list[tuple[Any, list[torch.Tensor]]] = []
     if name in _WEIGHTS and result[1].numel():  # it subtracts means
         t, lost = result[0], result[1] * result[2]
@@ -706,13 +706,11 @@ def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
             count = operands[0].numel() / t.numel()
         else:
             count = _parts(ran, result, t).terms
-        size = abs(ran.kwargs.get("alpha", 1))
-        size *= (t.numel() / count if name == "mean" else t.numel() * count) ** 0.5
-        for x in operands:
-            size /= x.numel() ** 0.5
-        norm = reduce(operator.mul, map(norm_of, operands))
+        size = t.numel() / count if name == "mean" else t.numel() * count
+        size = (size / math.prod(x.numel() for x in operands)) ** 0.5
+        norm = math.prod(map(norm_of, operands), start=size * abs(ran.kwargs.get("alpha", 1)))
         # Of a low result the operands are rounded, too, most often by a cast.
-        yield t, norm * size, max((count / 3) ** 0.5 * _inside(t), torch.finfo(t.dtype).eps / 2)
+        yield t, norm, max((count / 3) ** 0.5 * _inside(t), torch.finfo(t.dtype).eps / 2)
 
 
 def _inside(t: torch.Tensor) -> float:

@@ -730,7 +730,9 @@ def wide(t: torch.Tensor) -> torch.dtype:
 
 def norm_of(t: torch.Tensor) -> torch.Tensor:
     """Return about the norm of a tensor; that of bfloat16 as it is, for its range is float32's."""
-    return torch.linalg.vector_norm(t, dtype=None if t.dtype is torch.bfloat16 else wide(t))
+    dtype = None if t.dtype is torch.bfloat16 else wide(t)
+    found: torch.Tensor = torch.linalg.vector_norm(t, dtype=dtype)
+    return found
 
 
 def _added(ran: Ran, within: torch.dtype) -> torch.Tensor:

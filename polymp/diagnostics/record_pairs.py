@@ -368,9 +368,11 @@ class Pairs:
         ordered = self._in_order(i, j, allowed[RMS])
         if one.kind == UPDATE and not strict:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
-            # rounding, an element jumps, which no probe may have shown: up to two are let pass.
+            # rounding, an element jumps: each may, and two that no probe has shown are let pass.
+            jump = 2 * max(one.values[AMAX], other.values[AMAX])
+            allowed[ELEMENTS] += jump
             if not ordered:
-                allowed[ORDERLESS] += 4 * max(one.values[AMAX], other.values[AMAX]) / one.size
+                allowed[ORDERLESS] += 2 * jump / one.size
             elif _of_two_elements(difference[PROJECTIONS], float(allowed[PROJECTIONS].max())):
                 allowed = np.maximum(allowed, difference)
         part = slice(0, VALUES) if ordered else ORDERLESS
@@ -696,8 +698,6 @@ def _vouched_for(
     known = functools.reduce(operator.or_, vouchers.values(), 0)
     made = _made_of(side, {i: known & bit for i, bit in side.input_bits.items()})
     doubted: set[int] = set()
-    backward = {i: 1 for i, a in enumerate(side.arrays) if a.direction == BACKWARD}
-    late = _made_of(side, backward)
     parts = [_group(a)[0] for a in side.arrays]
     for i in range(len(side.arrays) - 1, -1, -1):
         open_ends = [r for r in side.readers[i] if r not in inputs and r not in kept]
@@ -707,8 +707,6 @@ def _vouched_for(
         if i in kept or i in inputs:
             continue
         readers = side.readers[i]
-        if not readers and late[i] and side.arrays[i].kind == RESULT and i not in backward:
-            inputs[i] = made[i]  # as the norm of all gradients
         if made[i]:
             readers = [r for r in readers if r not in inputs or inputs[r] & made[i]]
         near = [r for r in readers if parts[r] == parts[i]]

@@ -190,7 +190,7 @@ class Summaries:
 
 
 _SHORT = 256  # elements of the arrays that wait for others in shorter rows than a block
-_TOGETHER = 16 * BLOCK  # elements that are summed up together, while a processor's cache has them
+_TOGETHER = 24 * BLOCK  # elements that are summed up together, while a processor's cache has them
 _SUMS = 14  # top, square, sum, projections, sum of magnitudes, zeros, bad
 _NO_ELEMENTS = np.zeros(ELEMENTS.stop - ELEMENTS.start)
 
@@ -201,7 +201,6 @@ class _Rows:
     def __init__(self, width: int) -> None:
         self.width = width
         self._waiting = np.empty((_TOGETHER // width, width))
-        self._sizes = np.empty_like(self._waiting)
         self._count = 0  # rows that wait
         self._of: list[tuple[int, int]] = []  # arrays, and how many rows each has
         self._sums: list[Any] = []
@@ -222,7 +221,7 @@ class _Rows:
 
     def _sum_up(self) -> None:
         """Sum up what waits."""
-        wide, sizes = self._waiting[: self._count], self._sizes[: self._count]
+        wide = self._waiting[: self._count]
         sums = np.zeros((self._count, _SUMS))
         sums[:, 1] = _squares(wide)
         if not math.isfinite(sums[:, 1].sum()):
@@ -230,9 +229,9 @@ class _Rows:
             sums[:, -1] = self.width - np.count_nonzero(finite, axis=1)
             wide[~finite] = 0.0
             sums[:, 1] = _squares(wide)
-        np.abs(wide, out=sizes)
-        sums[:, 0], sums[:, -3] = sizes.max(1), sizes.sum(1)
         sums[:, 2:-3] = wide @ signs(1)[1].T[: self.width]
+        sizes = np.abs(wide, out=wide)
+        sums[:, 0], sums[:, -3] = sizes.max(1), sizes @ np.ones(self.width)
         if not sizes.min(1).all():
             sums[:, -2] = np.count_nonzero(sizes == 0, axis=1)
         self._sums.append(sums)

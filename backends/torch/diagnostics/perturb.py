@@ -15,6 +15,7 @@ Integers and bools that are chosen from moved floats, as by argmax or x > 0, are
 autograd, so that the backward pass is that of the moved run, and is moved itself.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -681,13 +682,12 @@ def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
     That is a share of the norm, which is larger than the result's where the terms cancel. The
     square of a sum of independent terms is, in the mean, the sum of their squares.
     """
-    name, given = ran.func.overloadpacket.__name__, numbers_in(ran.args)
+    name, given = ran.func.overloadpacket.__name__, ran.reads
     sums: list[tuple[Any, list[torch.Tensor]]] = []
     if name in _WEIGHTS and result[1].numel():  # it subtracts means
         t, lost = result[0], result[1] * result[2]
-        means = torch.linalg.vector_norm(lost, dtype=wide(t)) / lost.numel() ** 0.5
-        norm = torch.linalg.vector_norm(t, dtype=wide(t)) * (1 + means**2).sqrt()
-        yield t, norm, rounding.FUNCTION * _inside(t)
+        means = norm_of(lost) / lost.numel() ** 0.5
+        yield t, norm_of(t) * (1 + means**2).sqrt(), rounding.FUNCTION * _inside(t)
     elif name in op_facts.SUMS and not dispatcher.writes(ran.func):
         first = name in ("addmm", "addmv", "baddbmm")  # of three, to which a product is added
         sums = [(result, given[first : first + 2])]
@@ -706,12 +706,11 @@ def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
             count = operands[0].numel() / t.numel()
         else:
             count = _parts(ran, result, t).terms
-        norm = abs(ran.kwargs.get("alpha", 1))
-        for x in operands:
-            norm = norm * torch.linalg.vector_norm(x, dtype=wide(x)) / x.numel() ** 0.5
-        size = (t.numel() / count if name == "mean" else t.numel() * count) ** 0.5
+        size = t.numel() / count if name == "mean" else t.numel() * count
+        size = (size / math.prod(x.numel() for x in operands)) ** 0.5
+        norm = math.prod(map(norm_of, operands), start=size * abs(ran.kwargs.get("alpha", 1)))
         # Of a low result the operands are rounded, too, most often by a cast.
-        yield t, norm * size, max((count / 3) ** 0.5 * _inside(t), torch.finfo(t.dtype).eps / 2)
+        yield t, norm, max((count / 3) ** 0.5 * _inside(t), torch.finfo(t.dtype).eps / 2)
 
 
 def _inside(t: torch.Tensor) -> float:
@@ -727,6 +726,13 @@ def _magnitude(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
 def wide(t: torch.Tensor) -> torch.dtype:
     """Return a dtype in which a tensor's rounding can be told: its own, or float32."""
     return torch.float64 if t.dtype is torch.float64 else torch.float32
+
+
+def norm_of(t: torch.Tensor) -> torch.Tensor:
+    """Return about the norm of a tensor; that of bfloat16 as it is, for its range is float32's."""
+    dtype = None if t.dtype is torch.bfloat16 else wide(t)
+    found: torch.Tensor = torch.linalg.vector_norm(t, dtype=dtype)
+    return found
 
 
 def _added(ran: Ran, within: torch.dtype) -> torch.Tensor:

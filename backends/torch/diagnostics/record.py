@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from os import PathLike
 from typing import Any, NoReturn, Self
@@ -38,6 +38,7 @@ from polymp.backends.torch.diagnostics.perturb import (
     Probes,
     has_values,
     movement_shares,
+    norm_of,
     rounds_operands,
     terms_of,
     wide,
@@ -95,8 +96,8 @@ def record(
     With probes, the record also has how far rounding moves each of these numbers. A probe is the
     same step with every result moved by a share of its rounding; probes run op by op beside the
     step. Each takes its memory again, and three to five times its time; without probes, a recorded
-    step takes two to four times its time, on CPUs, eight to ten times with tiny tensors, and the
-    memory of a copy of the parameters.
+    step takes two to four times its time, on CPUs, eight times with tiny tensors, and the memory of
+    a copy of the parameters, which is kept from step to step.
 
     Of code that torch.compile has compiled, the first result of each forward graph is recorded, and
     no ops: to find the block that differs, compile block by block, `block.compile()`. How far
@@ -139,8 +140,10 @@ class Recorder:
         self._model = model
         self._options = options
         self._inside = False
+        # Of parameters, in memory that is kept from step to step: to get other memory takes time.
+        self._copies: dict[object, torch.Tensor] = {}
         self._running: tuple[OpStream, _Step] | None = None
-        self._writer = RecordWriter(options, self._described)
+        self._writer = RecordWriter(options, partial(_described, model))
 
     @property
     def record(self) -> RunRecord:
@@ -151,7 +154,7 @@ class Recorder:
         if self._inside:
             raise RuntimeError("This recorder records a step already: leave its block first.")
         if (number := self._writer.begin()) is not None:
-            step = _Step(number, self._model, self._options)
+            step = _Step(number, self._model, self._options, self._copies)
             stream = OpStream(self._model, step, compiled=True)
             stream.__enter__()
             self._running = stream, step
@@ -176,19 +179,20 @@ class Recorder:
             with Own(), torch.no_grad():
                 self._writer.write(step.recorded())
 
-    def _described(self) -> dict[str, Any]:
-        """Return the fields of the header."""
-        several = dist.is_available() and dist.is_initialized()
-        first = next(self._model.parameters(), None) if self._model is not None else None
-        return {
-            "framework": "torch",
-            "versions": {"torch": torch.__version__},
-            "model": type(self._model).__name__ if self._model is not None else "",
-            "device": str(first.device) if first is not None else str(torch.get_default_device()),
-            "threads": torch.get_num_threads(),
-            "rank": dist.get_rank() if several else 0,
-            "ranks": dist.get_world_size() if several else 1,
-        }
+
+def _described(model: nn.Module | None) -> dict[str, Any]:
+    """Return the fields of the header."""
+    several = dist.is_available() and dist.is_initialized()
+    first = next(model.parameters(), None) if model is not None else None
+    return {
+        "framework": "torch",
+        "versions": {"torch": torch.__version__},
+        "model": type(model).__name__ if model is not None else "",
+        "device": str(first.device) if first is not None else str(torch.get_default_device()),
+        "threads": torch.get_num_threads(),
+        "rank": dist.get_rank() if several else 0,
+        "ranks": dist.get_world_size() if several else 1,
+    }
 
 
 @dataclass(eq=False, slots=True)
@@ -227,8 +231,9 @@ class _Step(Subscriber):
     measures = True
     gradients = True
 
-    def __init__(self, number: int, model: nn.Module | None, options: Options) -> None:
+    def __init__(self, number: int, model: nn.Module | None, options: Options, copies: Any) -> None:
         self._number = number
+        self._copies = copies
         self._model = model
         self._modules = options.modules
         self._selected: dict[str, bool] = {}
@@ -337,8 +342,7 @@ class _Step(Subscriber):
                 for t in results if unseen else ():
                     self._terms[modes.storage_key(t)] = self._terms[unseen[0]]
                 for t, terms, off in terms_of(ran, result):
-                    size = torch.linalg.vector_norm(t, dtype=wide(t))
-                    self._terms[modes.storage_key(t)] = terms / size, off
+                    self._terms[modes.storage_key(t)] = terms / norm_of(t), off
             makers: _Makers = (self._array_of(ran, result, results[0], norm),)
         else:
             makers = tuple(self._reads)
@@ -436,9 +440,10 @@ class _Step(Subscriber):
             self._sum(array, t, self._probes.of(t))
 
     def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
-        if t.is_floating_point() and t.itemsize == 1:  # it has no ops
-            t = t.to(torch.float32)
-        array.summary = self._summaries.add(numbers(t)) if t.is_cpu else sums(t)
+        if t.is_cpu:
+            array.summary = self._summaries.add(t.to(wide(t)).numpy(force=True))
+        else:
+            array.summary = sums(t)
         array.changes = None if moved is None else changes(t, moved)
         array.unknown = self._probes.unknown(t)
 
@@ -446,7 +451,7 @@ class _Step(Subscriber):
 
     def begin(self) -> None:
         with Own(), torch.no_grad():
-            self._old = {name: (b.clone(), None) for name, b in self._statistics.items()}
+            self._old = {n: (b.to(wide(b), copy=True), None) for n, b in self._statistics.items()}
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             from polymp.backends.torch.compat import inductor
 
@@ -488,8 +493,11 @@ class _Step(Subscriber):
         for name, p in self._own(optimizer):
             if name not in self._old:
                 moved = self._probes.of(p)
-                copy = None if moved is None else moved.clone()
-                self._old[name] = p.detach().clone(), copy
+                if (key := (name, p.shape, p.dtype, p.device)) not in self._copies:
+                    with torch.inference_mode(False):
+                        self._copies[key] = torch.empty_like(p.detach(), dtype=wide(p))
+                copy = self._copies[key].copy_(p.detach())
+                self._old[name] = copy, None if moved is None else moved.clone()
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         """Return the model's parameters that an optimizer changes."""
@@ -528,18 +536,14 @@ class _Step(Subscriber):
             new = self._statistics.get(name)
             if new is None:
                 new = distributed.local(self._parameters[name]).detach()
-            elif torch.equal(new, old):
+            elif torch.equal(new.to(old.dtype), old):
                 continue
-            dtype, probes = wide(new), None
-            if self._probes.count:
-                probes = self._probes.updated(new).to(dtype) - (old if moved is None else moved)
-            reuses = old.dtype is dtype and not old.is_inference()  # other memory takes time
-            out = old if reuses else None
-            change = torch.sub(new.to(dtype), old.to(dtype), out=out)
+            moved = old if moved is None else moved
+            probes = self._probes.updated(new).to(old.dtype) - moved if self._probes.count else None
+            change = torch.sub(new.to(old.dtype), old, out=old)
             array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
             array.dtype, array.unknown = new.dtype, self._probes.unknown(new)
-            norm = torch.linalg.vector_norm(new, dtype=dtype)
-            array.own = norm * (torch.finfo(new.dtype).eps / 2)
+            array.own = norm_of(new) * (torch.finfo(new.dtype).eps / 2)
             gradient = self._ends.get((GRADIENT, name))
             makers = self._makers.get(modes.storage_key(new), ())  # of running means
             array.reads = dict.fromkeys(makers if gradient is None else (gradient,))
@@ -635,13 +639,6 @@ def _read(found: Sequence[Any]) -> list[Any]:
 def exact(device: torch.device) -> torch.dtype:
     """Return the dtype in which sums are computed on a device."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def numbers(t: torch.Tensor) -> Any:
-    """Return the numbers of a tensor in the memory of a CPU as a numpy array."""
-    t = t.detach()
-    wide = t if t.dtype in (torch.float32, torch.float64) else t.to(torch.float32)
-    return wide.numpy(force=True)
 
 
 def sums(t: torch.Tensor) -> torch.Tensor:

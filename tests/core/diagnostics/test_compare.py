@@ -436,6 +436,19 @@ def test_a_weight_that_one_run_leaves_as_it_is_is_named(frozen: int) -> None:
         assert (found.array.kind, found.array.name) == (UPDATE, f"blocks.{frozen}.linear.weight")
 
 
+def test_elements_of_an_update_may_jump_where_a_few_probes_have_others_that_do() -> None:
+    """Adam's first update has the sign of a gradient, which rounding turns where it is small."""
+
+    def stepped(turned: int) -> RunRecord:
+        update = ("step", "", lambda w: 1e-3 * np.sign(np.arange(w.size) - turned + 0.5), (1,))
+        ran = arrays([*calls(1), update], 1)
+        ran[-1] = ran[-1]._replace(kind=UPDATE, name=ran[1].name, spread=(1e-4,) * 20)
+        return record(ran)
+
+    assert polymp.compare(stepped(0), stepped(4)).explained
+    assert polymp.compare(stepped(0), stepped(2000)).first is not None
+
+
 # --- ranks, and records that cannot be compared ---------------------------------------------------
 
 

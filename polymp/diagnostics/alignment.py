@@ -51,9 +51,9 @@ def _forms(path: str) -> dict[str, None]:
     """The path without parts "layers"; and without a class name in front.
 
     Modules of a list are "blocks_0" in flax linen: they are "blocks.0" here. Equinox adds the class
-    of each of its layers, "up.eqx.nn.Linear", and torch.compile "_orig_mod": they are left out.
+    of each of its layers, "up.eqx.nn.Linear": it is left out.
     """
-    plain = re.sub(r"\.eqx\.nn\.\w+|\._orig_mod\b|^_orig_mod\.", "", path)
+    plain = re.sub(r"\.eqx\.nn\.\w+", "", path)
     parts = re.sub(r"_(\d+)(?=\.|$)", r".\1", plain).split(".")
     starts = (0, 1) if parts[0][:1].isupper() else (0,)
     return {".".join(part for part in parts[at:] if part != "layers"): None for at in starts}

@@ -793,8 +793,8 @@ def _same_end(side: Side, at: int, other: Side) -> int | None:
 
 
 def _path(module: str) -> list[str]:
-    """The parts of a module path, without the one that torch.compile adds."""
-    return [part for part in module.split(".") if part not in ("", "_orig_mod")]
+    """The parts of a module path."""
+    return module.split(".") if module else []
 
 
 # --- numbers --------------------------------------------------------------------------------------

@@ -27,6 +27,11 @@ def no_frame(fn: F, *, inside: bool = False) -> F:
     return fn
 
 
+def plain_name(name: str) -> str:
+    """Return a module's or tensor's name without the part that torch.compile puts into it."""
+    return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
 def untraced(reason: str) -> Callable[[F], F]:
     """Have torch.compile break the graph at calls of a function, and skip those that it calls.
 

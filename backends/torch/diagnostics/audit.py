@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher
+from polymp.backends.torch.compat import dispatcher, dynamo
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, Ran
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import (
@@ -248,6 +248,7 @@ class AuditValues(Values):
         super().begin()
         for name, p in self._model.named_parameters() if self._model is not None else ():
             if p.requires_grad:
+                name = dynamo.plain_name(name)
                 hook = p.register_post_accumulate_grad_hook(
                     lambda p, name=name: self._gradient(name, p.grad)
                 )

@@ -20,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from polymp.backends.torch.compat import distributed, tree_flatten, tree_leaves, tree_unflatten
+from polymp.backends.torch.compat.dynamo import plain_name
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.values import extremes, moments, with_gradients
@@ -172,7 +173,7 @@ def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
     for at, model in enumerate(objects.models):
         prefix = f"{type(model).__name__}{at}." if many else ""
         for name, t in (*model.named_parameters(), *model.named_buffers()):
-            named.setdefault(id(t), (prefix + name, t))
+            named.setdefault(id(t), (prefix + plain_name(name), t))
     for it in objects.optimizers:
         for at, group in enumerate(it.param_groups):
             for i, p in enumerate(group["params"]):

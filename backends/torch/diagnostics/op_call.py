@@ -14,7 +14,7 @@ import torch.nn as nn
 
 from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names, op_facts, torch_table
-from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers
+from polymp.backends.torch.compat import dispatcher, distributed, dynamo, modes, optimizers
 from polymp.backends.torch.scaler import device_state, grad_scaler, optimizer_step, unscale
 from polymp.diagnostics.call_record import Call
 from polymp.dtypes import FORMATS, widest
@@ -315,7 +315,7 @@ class CallSites:
     def _learn(self, root: nn.Module) -> None:
         self._roots.append(root)
         for name, module in root.named_modules():
-            self._paths.setdefault(id(module), name)
+            self._paths.setdefault(id(module), dynamo.plain_name(name))
 
     def here(self, frame: FrameType | None) -> CallSite:
         """Return the call site of a frame, from it and the frames that called it."""

@@ -24,7 +24,7 @@ import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher, distributed, modes
+from polymp.backends.torch.compat import dispatcher, distributed, dynamo, modes
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
     Own,
@@ -128,7 +128,7 @@ def record(
         raise TypeError(f"record(path, model) needs a torch.nn.Module, got {brief(model)}.")
     options = checked(path, probes, modules, every, steps)
     if model is not None:
-        paths = [name for name, _ in model.named_modules()]
+        paths = [dynamo.plain_name(name) for name, _ in model.named_modules()]
         check_matched(options.modules, paths, type(model).__name__)
     return Recorder(model, options)
 
@@ -253,8 +253,11 @@ class _Step(Subscriber):
         self._statistics: dict[str, torch.Tensor] = {}
         self._named: dict[int, tuple[str, torch.Tensor]] = {}  # the same and buffers, by memory
         if model is not None:
-            self._parameters = dict(model.named_parameters())
-            for name, t in (*model.named_parameters(), *model.named_buffers()):
+            self._parameters = {dynamo.plain_name(n): p for n, p in model.named_parameters()}
+            for name, t in (
+                *self._parameters.items(),
+                *((dynamo.plain_name(n), b) for n, b in model.named_buffers()),
+            ):
                 if is_lazy(t):  # it has no memory yet
                     continue
                 own = distributed.local(t.detach())

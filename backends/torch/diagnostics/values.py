@@ -18,7 +18,14 @@ import torch
 import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers, tree_map
+from polymp.backends.torch.compat import (
+    dispatcher,
+    distributed,
+    dynamo,
+    modes,
+    optimizers,
+    tree_map,
+)
 from polymp.backends.torch.diagnostics.op_call import (
     CallSite,
     OpCall,
@@ -369,8 +376,8 @@ class Provenance:
 
     def _named(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._model is not None:
-            yield from self._model.named_parameters()
-            yield from self._model.named_buffers()
+            for name, t in (*self._model.named_parameters(), *self._model.named_buffers()):
+                yield dynamo.plain_name(name), t
 
     def names_of(self, params: Sequence[torch.Tensor]) -> list[str]:
         """Return the names of parameters, without a wait."""

@@ -88,7 +88,7 @@ class Audited(Wrapped):
             What `fn` returns.
 
         Raises:
-            TypeError: an argument is traced: an audit is of values.
+            TypeError: an argument is traced: an audit is of values; or `fn` reads those of arrays.
         """
         key, arrays = self._key(args, kwargs), self._arrays(args, kwargs)
         if key not in self._programs:

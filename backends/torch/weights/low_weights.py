@@ -70,6 +70,7 @@ def low_weights(
             `keep` has something else than parameters, modules and functions.
         ValueError: no such mode; no parameter can be stored low; a scheduler has wrapped the
             optimizer's step; a function in `keep` runs no region that casts a parameter.
+        RuntimeError: later, at a step, if the model was cast after this call.
     """
     kind: Any = type(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):

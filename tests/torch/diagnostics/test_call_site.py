@@ -230,11 +230,12 @@ def test_explained_twice_the_report_is_the_same(model: Net, x: torch.Tensor) -> 
 def test_what_is_compiled_runs_as_it_is_written(model: Net, x: torch.Tensor) -> None:
     with explain(model=model) as eager:
         step(model, x)
-    compiled = torch.compile(model, backend="aot_eager")
-    with explain(model=model) as report:
-        step(compiled, x)  # type: ignore[arg-type]
-    assert [c for c in report if c.flops] == [c for c in eager if c.flops]
-    assert report.casts == eager.casts
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    for named in (model, compiled):
+        with explain(model=named) as report:
+            step(compiled, x)
+        assert [c for c in report if c.flops] == [c for c in eager if c.flops]
+        assert report.casts == eager.casts
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")

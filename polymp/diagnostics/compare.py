@@ -185,7 +185,7 @@ class Comparison(Shown):
             )
         what = _called(row.array)
         if row.verdict == ALONE:
-            here, there = self.names if row.one is not None else self.names[::-1]
+            here, there = self.names if row.one is row.array else self.names[::-1]
             both = row.one is not None and row.other is not None
             other = ". Beside it stands the first call there that reads the same" if both else ""
             verb = "runs" if row.array.kind == RESULT else "is"
@@ -202,11 +202,13 @@ class Comparison(Shown):
         )
 
     def _before(self, row: Compared) -> str:
-        if any(r.array.name == COMPILED for r in self.rows):
+        if row.array.name == COMPILED:
             return (
-                "The calls before it ran in compiled code, where it may begin: compile block by "
-                "block, `block.compile()`, to see the result of each"
+                "All that this code reads agrees: it begins in it. Compile smaller parts, such as "
+                "each block, `block.compile()`, to see the result of each"
             )
+        if row.array.kind != RESULT and any(r.array.name == COMPILED for r in self.rows):
+            return "The backward pass before it ran in compiled code, where it may begin"
         if power := _times_two(row):
             larger, times = self.names[power > 0], 2 ** abs(power)
             return (
@@ -525,14 +527,13 @@ def _notes(
         )
     passed = [row.array for row in rows if row.verdict == PASSED]
     if lone := [array for array in passed if array.kind == RESULT]:
-        hidden = "the other run is compiled there, or " * any(compiled)
         yield (
-            f"not compared: {text_table.plural(len(lone), 'call')} that only one run makes; "
-            f"{hidden}a call that reads them has the same values in both"
+            f"not compared: {text_table.plural(len(lone), 'call')} that only one run makes; a call "
+            "that reads them has the same values in both"
         )
-    # The state of an optimizer is read by its updates alone; compiled code does not tell its reads.
+    # The state of an optimizer is read by its updates alone.
     calls = [(step, a) for step in steps for a in step.arrays if a.kind == RESULT]
-    used = {id(step.arrays[r]) for step, a in calls if not any(compiled) for r in a.reads}
+    used = {id(step.arrays[r]) for step, a in calls for r in a.reads}
     if inputs := [a.name for a in passed if a.kind == INPUT and id(a) in used]:
         some = ", ".join(inputs[:3]) + (", ..." if len(inputs) > 3 else "")
         ends = {array.name for array in passed if array.kind in (GRADIENT, UPDATE)}

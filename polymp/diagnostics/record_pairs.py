@@ -84,7 +84,8 @@ class Compared(NamedTuple):
         Of compiled code that is off, the code's own: beside it stands one of the calls that it is.
         """
         compiled = self.other is not None and self.other.name == COMPILED
-        array = self.other if compiled and self.verdict == UNEXPLAINED else self.one or self.other
+        off = compiled and self.verdict in (UNEXPLAINED, ALONE)
+        array = self.other if off else self.one or self.other
         assert array is not None
         return array
 
@@ -326,16 +327,40 @@ class Pairs:
         # Of the other run: the arrays whose values the first one has.
         rest = (j for j in range(len(other.arrays)) if j not in self.partners)
         self.found = {*self.twins.values(), *filter(self._has_twin, rest)}
+        self.ends = self._ends()
+        self.partner |= self.ends
+        self.partners |= {*self.ends.values()}
         for i in range(len(one.arrays)):
             if (k := self._other_mask(i)) is not None:
                 self.partner[i] = k
                 self.partners.add(k)
 
+    def _ends(self) -> dict[int, int]:
+        """Compiled code that reads results of the other run, with the end of its module there.
+
+        That is its partner if it has no twin, or none of the calls that read it has: a sum without
+        one of its terms has a twin, too.
+        """
+        pairs: dict[int, int] = {}
+        ours, theirs = (self.one, {*self.twins}), (self.other, self.found)
+        for (mine, told), (side, known) in ((ours, theirs), (theirs, ours)):
+            for at in (i for i in mine.results if mine.arrays[i].name == COMPILED):
+                readers = mine.readers[at]
+                off = at not in told or (readers and told.isdisjoint(readers))
+                if off and told.issuperset({*mine.arrays[at].reads}.intersection(mine.results)):
+                    end = _same_end(mine, at, side)
+                    if end is not None and end not in known and side.arrays[end].name != COMPILED:
+                        i, j = (at, end) if mine is self.one else (end, at)
+                        pairs[i] = j
+        return pairs
+
     def differences(self, i: int, j: Any) -> tuple[Any, Any]:
         """The differences of the numbers of two arrays, and what rounding explains of each."""
         a, b = self.one, self.other
         squares = a.spread[i] ** 2, b.spread[j] ** 2
-        spread = np.sqrt(sum(squares))
+        # Of compiled code it is not known: it is taken to be that of the other run.
+        same = a.compiled or b.compiled
+        spread = np.sqrt(2 * np.maximum(*squares) if same else sum(squares))
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
         floor[RMS : PROJECTIONS.stop] = _ERROR
@@ -477,7 +502,7 @@ class Pairs:
             if first is None or (first.one is not None and first.other is not None):
                 return rows, first
             lone, first = first, self._with_partner(first)
-            if first.verdict == UNJUDGED or (_is_end(lone.array) and first.verdict != ALONE):
+            if first.verdict == UNJUDGED or (lone.array.kind == UPDATE and first.verdict != ALONE):
                 rows = [
                     first if r is lone else r
                     for r in rows
@@ -511,18 +536,19 @@ class Pairs:
         kept, evidence = {*self.partner, *left}, self._evidence()
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
-        passed = _vouched_for(self.one, kept, evidence, shared, doubtful) | left
-        passed |= _telling_nothing(self.one, kept)
+        evidence |= dict.fromkeys(self.ends, known)
+        nothing = _telling_nothing(self.one, kept)
+        passed = _vouched_for(self.one, kept | nothing, evidence, shared, doubtful) | left | nothing
         every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
-        every |= dict.fromkeys(_losses(self.other, self.one), -1)
+        every |= dict.fromkeys((*_losses(self.other, self.one), *self.ends.values()), -1)
         kept, doubtful = self.found | self.partners, {self.twins[i] for i in doubtful}
-        passed_there = _vouched_for(self.other, kept, every, shared, doubtful) | self.found
-        passed_there |= _telling_nothing(self.other, kept)
+        nothing = _telling_nothing(self.other, kept)
+        passed_there = _vouched_for(self.other, kept | nothing, every, shared, doubtful)
+        passed_there |= self.found | nothing
         # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
         first = ((s, i) for s in (self.one, self.other) for i in s.unjudged)
         failed = {s.call(i) for s, i in first if s.unjudged.isdisjoint(s.arrays[i].reads)}
-        ours = _alone(self.one, self.other, passed, failed)
-        return ours, _alone(self.other, self.one, passed_there, failed)
+        return _alone(self.one, passed, failed), _alone(self.other, passed_there, failed)
 
     def _not_comparable(self) -> set[int]:
         """Updates and gradients of inputs that only the first run has, and what these alone read.
@@ -583,9 +609,8 @@ class Pairs:
             pair = self._pair(*((at, k) if row.one is not None else (k, at)))
             return pair._replace(verdict=UNEXPLAINED) if off and pair.verdict == EXPLAINED else pair
 
-        if _is_end(row.array):
-            update = row.array.kind == UPDATE
-            k = _update_of(mine, at, theirs, twins) if update else _same_end(mine, at, theirs)
+        if row.array.kind == UPDATE:
+            k = _update_of(mine, at, theirs, twins)
             if k is not None and k not in taken:
                 # Two elements, which may jump, are too much of a few: of these, no values agreed.
                 return judged(k, off=row.array.size < _POOLED)
@@ -655,14 +680,12 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
 # --- what only one run has ------------------------------------------------------------------------
 
 
-def _alone(side: Side, other: Side, passed: set[int], failed: set[tuple[str, ...]]) -> list[str]:
+def _alone(side: Side, passed: set[int], failed: set[tuple[str, ...]]) -> list[str]:
     """The verdict of each array of one run if only this run has it."""
     lost = side.unjudged | side.made_of(failed)
     verdicts: list[str] = []
     for i, a in enumerate(side.arrays):
-        # The other run may have made it in compiled code.
-        hidden = other.compiled and a.kind == RESULT and a.name != COMPILED
-        passes = i in passed or hidden or a.kind == INPUT
+        passes = i in passed or a.kind == INPUT
         verdicts.append(PASSED if passes else UNJUDGED if i in lost else ALONE)
     return verdicts
 
@@ -731,8 +754,9 @@ def _telling_nothing(side: Side, kept: set[int]) -> set[int]:
     backward pass reads.
     """
     calls = ((i, side.arrays[i]) for i in side.results)
-    forward = {i for i, a in calls if a.direction != BACKWARD and not _is_end(a)}
+    forward = {i for i, a in calls if a.direction != BACKWARD}
     ends = (i for i in forward if forward.isdisjoint(side.readers[i]))
+    ends = (i for i in ends if side.arrays[i].name != COMPILED)  # another result may be read
     prints = any(i in kept or side.readers[i] for i in ends)
     found = {i for i in kept - side.unjudged if not side.above_noise(i)}
     for i in sorted({*side.results} - kept, reverse=True):
@@ -753,11 +777,6 @@ def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
 def _is_returned(a: RecordedArray) -> bool:
     """True for what a function returns, which no call of its own makes."""
     return a.kind == RESULT and not a.run and a.name != COMPILED
-
-
-def _is_end(a: RecordedArray) -> bool:
-    """True for what has one counterpart, even if its values are others."""
-    return a.kind == UPDATE or a.name == COMPILED
 
 
 def _update_of(side: Side, at: int, other: Side, twins: Mapping[int, int]) -> int | None:

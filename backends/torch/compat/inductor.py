@@ -43,11 +43,12 @@ OPTIONS: dict[str, Any] = {"post_grad_custom_post_pass": ScalarsFirst()}
 
 
 @contextmanager
-def graphs_watched(tell: Callable[[Sequence[Any]], None]) -> Iterator[None]:
-    """Call a function with the results of every compiled graph that runs meanwhile.
+def graphs_watched(tell: Callable[[Sequence[Any]], Callable[[Any], None]]) -> Iterator[None]:
+    """Call a function with the inputs of each compiled graph, and what it returns with the results.
 
-    A graph's own results come first; then, of a forward pass, what its backward pass needs. No mode
-    and no hook sees the results.
+    The first call is before the graph runs, which may write to its inputs and empty their list. A
+    graph's own results come first; then, of a forward pass, what its backward pass needs. No mode
+    and no hook sees any of them.
     """
     from torch._inductor.output_code import CompiledFxGraph
 
@@ -55,8 +56,9 @@ def graphs_watched(tell: Callable[[Sequence[Any]], None]) -> Iterator[None]:
     run = graphs.__call__
 
     def watched(graph: Any, inputs: Sequence[Any]) -> Any:
+        ran = tell(inputs)
         results = run(graph, inputs)
-        tell(results)
+        ran(results)
         return results
 
     graphs.__call__ = watched

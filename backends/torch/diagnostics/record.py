@@ -11,7 +11,7 @@
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from itertools import chain
@@ -99,9 +99,9 @@ def record(
     step takes two to four times its time, on CPUs, eight times with tiny tensors, and the memory of
     a copy of the parameters, which is kept from step to step.
 
-    Of code that torch.compile has compiled, the first result of each forward graph is recorded, and
-    no ops: to find the block that differs, compile block by block, `block.compile()`. How far
-    rounding moves such a result is not known.
+    Of code that torch.compile has compiled, the record has what each forward graph reads and its
+    first result, but no ops: to find the block that differs, compile block by block,
+    `block.compile()`. How far rounding moves such a result is not known.
 
     Args:
         path: of the file; of several ranks each writes its own, "run.rank3.rec" for "run.rec". None
@@ -458,7 +458,7 @@ class _Step(Subscriber):
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             from polymp.backends.torch.compat import inductor
 
-            self.stream.enter_context(inductor.graphs_watched(self._graph_ran))
+            self.stream.enter_context(inductor.graphs_watched(self._graph_runs))
 
     def _forget(self, found: Iterable[torch.Tensor]) -> None:
         """Note tensors that compiled code has written."""
@@ -466,23 +466,35 @@ class _Step(Subscriber):
             self._makers.pop(modes.storage_key(t), None)
             self._probes.forget([t])
 
-    def _graph_ran(self, results: Sequence[Any]) -> None:
-        """Record the first result of a compiled forward graph, which other calls may read."""
-        if not self.stream.is_here():
-            return
+    def _graph_runs(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
+        """Record what a compiled forward graph reads, and then its first result."""
+        forward = dispatcher.backward_node() is None
+        place, direction, _ = self.stream.where(sys._getframe(1))
+        call = OpCall(COMPILED, COMPILED, place, direction)
+        given = {modes.storage_key(t): t for t in tensors(inputs)}
+        here, reads = self.stream.is_here(), list[_Makers]()
         with Own(), torch.no_grad():
-            self._left_out[COMPILED] += 1
-            found = [t for t in tensors(results) if has_values(t)]
-            self._forget(found)
-            first = next((t for t in found if t.is_floating_point()), None)
-            if first is None or dispatcher.backward_node() is not None:
+            if here and forward:
+                self._sum_up()
+                reads += [self._made_of(t, call, at) for at, t in enumerate(given.values())]
+
+        def ran(results: Sequence[Any]) -> None:
+            if not here:
                 return
-            self._sum_up()
-            place, direction, _ = self.stream.where(sys._getframe(1))
-            at = place.module, place.source, direction
-            array = self._summed(RESULT, "compiled", first, *at)
-            self._arrays[array] = array
-            self._made(first, (array,))
+            with Own(), torch.no_grad():
+                self._left_out[COMPILED] += 1
+                made = [t for t in tensors(results) if has_values(t)]
+                # A graph hands on what it reads, for its backward pass.
+                self._forget(t for t in made if modes.storage_key(t) not in given)
+                first = next((t for t in made if t.is_floating_point()), None)
+                if first is not None and forward:
+                    at = place.module, place.source, direction
+                    array = self._summed(RESULT, COMPILED, first, *at)
+                    array.reads = dict.fromkeys(chain.from_iterable(reads))
+                    self._arrays[array] = array
+                    self._made(first, (array,))
+
+        return ran
 
     def stepping(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         if not closure and not self._probes.count:  # of its ops none is recorded

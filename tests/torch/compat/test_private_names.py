@@ -799,11 +799,12 @@ def test_inductor_computes_numbers_before_the_loop_over_an_array():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-def test_the_results_of_compiled_graphs_are_told():
+def test_inputs_and_results_of_compiled_graphs_are_told():
     compiled, told = torch.compile(lambda x: x.sin() * 2), []
     x = torch.randn(8)
-    with inductor.graphs_watched(told.extend):
+    with inductor.graphs_watched(lambda inputs: told.extend(inputs) or told.extend):
         made = compiled(x)
     assert compiled(x).equal(made), "and no longer told"
-    (seen,) = told
+    given, seen = told
+    assert given.equal(x)
     assert seen.equal(made)

@@ -642,39 +642,57 @@ def test_compiled_code_runs_compiled_and_its_result_is_recorded() -> None:
     recorder = record(None, probes=2)
     assert all(map(torch.equal, run(nullcontext()), run(recorder)))
     step = recorder.record.steps[0]
-    forward = [(a.kind, a.name) for a in step.arrays if a.direction == "forward"]
-    assert forward == [(RESULT, "compiled"), (RESULT, "sin"), (RESULT, "sum")]
-    assert step.arrays[1].reads == (0,)
+    forward = [a for a in step.arrays if a.direction == "forward"]
+    *read, code, sin, total = forward
+    assert [a.name for a in (code, sin, total)] == ["compiled", "sin", "sum"]
+    assert {a.kind for a in read} == {INPUT}
+    assert code.reads == tuple(range(len(read)))
+    assert sin.reads == (len(read),)
     assert step.left_out["compiled"] > 0
-    assert step.arrays[0].spread == (), "how far it is moved is not known"
+    assert code.spread == (), "how far it is moved is not known"
 
 
 @pytest.mark.long  # likewise
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
-def test_of_blocks_that_are_compiled_the_one_that_differs_is_named() -> None:
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("sum_is_missing", [False, True])
+def test_of_blocks_that_are_compiled_the_one_that_differs_is_named(
+    backward: bool, sum_is_missing: bool
+) -> None:
     class Block(nn.Module):
         def __init__(self, approximate: str) -> None:
             super().__init__()
-            self.linear, self.gelu = nn.Linear(32, 32), nn.GELU(approximate)
+            self.norm, self.gelu = nn.BatchNorm1d(32), nn.GELU(approximate)
+            self.linear = nn.Linear(32, 32)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.gelu(self.linear(x))
+            made = self.gelu(self.linear(self.norm(x)))
+            return made if sum_is_missing and self.gelu.approximate == "tanh" else x + made
 
     def run(fault: int | None, compiled: bool) -> run_record.RunRecord:
         torch.manual_seed(0)
-        net = nn.Sequential(*(Block("tanh" if at == fault else "none") for at in range(4)))
-        for block in net if compiled else ():
+        blocks = [Block("tanh" if at == fault else "none") for at in range(3)]
+        norm = nn.LayerNorm(32, eps=1e-2 if fault == 3 else 1e-5)
+        net = nn.Sequential(*blocks, norm, nn.Linear(32, 4))
+        torch._dynamo.reset()
+        for block in blocks if compiled else ():
             block.compile()
         recorder, x = record(None, net), torch.randn(8, 32)
-        with recorder:
-            net(x).square().sum().backward()
+        with recorder, torch.set_grad_enabled(backward):
+            loss = net(x).square().sum()
+            if backward:
+                loss.backward()
         return recorder.record
 
     eager = run(None, compiled=False)
     assert polymp.compare(eager, run(None, compiled=True)).explained
-    found = polymp.compare(eager, run(2, compiled=True))
-    assert (found.first.array.name, found.first.array.module) == ("compiled", "2")
+    for fault, name in (1, "compiled"), (2, "compiled"), (3, "layer_norm"):
+        for pair in ((eager, run(fault, compiled=True)), (run(fault, compiled=True), eager)):
+            found = polymp.compare(*pair)
+            assert (found.first.array.name, found.first.array.module) == (name, str(fault))
+            assert {found.first.one.module, found.first.other.module} == {str(fault)}
+            assert ("it begins in it" in str(found)) == (name == "compiled")
 
 
 @pytest.mark.long  # likewise

@@ -363,9 +363,12 @@ def _compared(
     pairs = record_pairs.Pairs(left, right, across)
     rows, first = pairs.rows()
     if not pairs.twins and (first is None or first.one is None or first.other is None):
+        sides = (ours.name, left), (theirs.name, right)
+        zero = [repr(name) for name, side in sides if not side.rms[side.results].any()]
         raise RecordError(
             f"{ours.name!r} and {theirs.name!r} share nothing: no array of one has a counterpart "
             "in the other by name, op or values. Are they records of the same model?"
+            + "".join(f" All results of {name} are zero." for name in zero)
         )
     apart = [r for r in rows if r.array.kind == INPUT and r.verdict == UNEXPLAINED] if moved else []
     if apart:

@@ -150,6 +150,10 @@ class Side:
         a = self.arrays[i]
         return a.kind, shared_name(a.name), a.direction, self.modules[i]
 
+    def forward(self, i: int) -> bool:
+        """True if an array is of the forward pass."""
+        return self.arrays[i].direction != BACKWARD
+
     def made_of(self, calls: set[tuple[str, ...]]) -> set[int]:
         """The arrays of some calls, all that is made of them, and the backward of these calls.
 
@@ -251,8 +255,9 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
 def _carried(a: RecordedArray, read: Sequence[tuple[float, RecordedArray]]) -> float:
     """The error of a result by those of the arrays that the call reads, which are not 0."""
     how, kind, largest = effect(a.name), vocabulary().op(a.name).kind, max(r for r, _ in read)
-    if a.kind == UPDATE:
-        return math.sqrt(largest)  # an optimizer may hand on the sign alone
+    if a.kind == UPDATE:  # an optimizer may hand on the sign alone: that of noise is any
+        noise = (abs(v) <= r * x.values[RMS] for r, x in read for v in x.values[ELEMENTS])
+        return math.sqrt(max(largest, sum(noise) / (ELEMENTS.stop - ELEMENTS.start)))
     if a.kind != RESULT:
         return largest * a.terms
     if how == "added":
@@ -322,7 +327,9 @@ class Pairs:
                 self.twins[i] = j
                 if len(self.comparable(i, j)[0]) == VALUES:
                     self.ordered.add(i)
-        self.partner |= self.twins  # where a call was aligned wrongly, the other one is left
+        # Where a call was aligned wrongly, its twin is its partner, and the other one is left.
+        taken = {*self.twins.values()}
+        self.partner = {i: j for i, j in self.partner.items() if j not in taken} | self.twins
         self.partners = {*self.partner.values()}
         # Of the other run: the arrays whose values the first one has.
         rest = (j for j in range(len(other.arrays)) if j not in self.partners)
@@ -662,7 +669,12 @@ def _by_place(one: Side, other: Side, common: bool) -> dict[int, int]:
 
     def keys(side: Side) -> list[tuple[Any, ...]]:
         arrays = [(side.modules[i] if common else "", side.arrays[i]) for i in side.results]
-        return [(module, a.direction, shared_name(a.name), a.shape) for module, a in arrays]
+        return [(module, a.direction, *named(side, a), a.shape) for module, a in arrays]
+
+    def named(side: Side, a: RecordedArray) -> tuple[Any, ...]:
+        """The op and, of a sum, how many numbers it adds up: a mean of means has two."""
+        sums = vocabulary().op(a.name).kind == "reduction"
+        return shared_name(a.name), sums and max((side.arrays[r].size for r in a.reads), default=0)
 
     pairs: dict[int, int] = {}
     for part, i, end, j, last in blocks(keys(one), keys(other)):
@@ -692,13 +704,13 @@ def _alone(side: Side, passed: set[int], failed: set[tuple[str, ...]]) -> list[s
 
 def _losses(side: Side, other: Side) -> list[int]:
     """The losses of one run of which the other has the gradient alone, as that of `jax.grad`."""
-    ours, theirs = (
-        [i for i in s.results if s.arrays[i].size == 1 and s.arrays[i].direction != BACKWARD]
-        for s in (side, other)
-    )
+
+    def ends(s: Side) -> list[int]:
+        numbers = (i for i in s.results if s.arrays[i].size == 1 and s.forward(i))
+        return [i for i in numbers if not any(map(s.forward, s.readers[i]))]
+
     graded = any(a.direction == BACKWARD for a in other.arrays)
-    ends = (i for i in ours if all(side.arrays[r].direction == BACKWARD for r in side.readers[i]))
-    return [*ends] if graded and not theirs else []
+    return ends(side) if graded and not ends(other) else []
 
 
 def _vouched_for(
@@ -708,7 +720,8 @@ def _vouched_for(
 
     Such a reader, one of the `vouchers`, comes with the inputs that its counterpart is made of: it
     vouches for what is made of one of these, too. The gradient of a loss reads the scores, for
-    their shape, and is made of the targets alone. The backward pass counts for what it alone reads.
+    their shape, and is made of the targets alone. The backward pass counts for what it alone reads,
+    but for a loss, whose value it does not use.
     Two frameworks split the modules that both have into other calls, but have the same numbers
     where such a module, one of `shared`, hands them on.
     Some vouchers do not count if another call that reads the array is neither vouched for nor
@@ -724,7 +737,7 @@ def _vouched_for(
     parts = [_group(a)[0] for a in side.arrays]
     for i in range(len(side.arrays) - 1, -1, -1):
         open_ends = [r for r in side.readers[i] if r not in inputs and r not in kept]
-        if i in doubtful and side.arrays[i].direction != BACKWARD:
+        if i in doubtful and side.forward(i):
             if any(parts[r] == parts[i] for r in open_ends):
                 doubted.add(i)
         if i in kept or i in inputs:
@@ -733,7 +746,9 @@ def _vouched_for(
         if made[i]:
             readers = [r for r in readers if r not in inputs or inputs[r] & made[i]]
         near = [r for r in readers if parts[r] == parts[i]]
-        handed = side.modules[i] in shared and side.arrays[i].direction != BACKWARD
+        if not near and side.arrays[i].kind == RESULT and side.arrays[i].size == 1:
+            continue
+        handed = side.modules[i] in shared and side.forward(i)
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
         told = [r for r in near or readers if r in inputs and r not in doubted]

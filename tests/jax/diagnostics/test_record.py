@@ -469,6 +469,18 @@ def test_what_is_read_by_noise_alone_is_no_difference() -> None:
     assert polymp.compare(*(recorder.record for recorder in both)).explained
 
 
+def test_a_mean_of_means_is_no_difference_and_a_gradient_of_zeros_is_named_so() -> None:
+    def gradient(f: Any) -> run_record.RunRecord:
+        recorder = record(None, jax.jit(jax.grad(f)))
+        recorder(jax.random.normal(jax.random.key(0), (8, 4)))
+        return recorder.record
+
+    means = gradient(lambda x: jax.vmap(lambda row: jnp.sin(row).mean())(x).mean())
+    assert polymp.compare(means, gradient(lambda x: jnp.sin(x).mean())).explained
+    with pytest.raises(polymp.errors.RecordError, match="All results of 'other' are zero"):
+        polymp.compare(means, gradient(lambda x: lax.stop_gradient(x).mean()))
+
+
 def test_a_product_whose_terms_cancel_is_moved_by_these() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(64, 4096)), jnp.float32)
     x -= x.mean(-1, keepdims=True)

@@ -839,6 +839,44 @@ def test_another_loss_is_named_beside_a_gradient_that_is_mere_rounding(
     assert found.first.array.source in loss, str(found)
 
 
+def test_other_ways_of_one_computation_are_no_difference_and_hide_none() -> None:
+    def run(scores: Callable[[torch.Tensor], torch.Tensor]) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Linear(8, 8), torch.randn(16, 8)
+        with record(None, net) as recorder:
+            F.cross_entropy(scores(net(x)), torch.arange(16) % 8).backward()
+        return recorder.record
+
+    pairs = [
+        (F.silu, lambda x: x * x.sigmoid()),
+        (lambda x: (x * 0.5).exp(), lambda x: x.exp().sqrt()),
+        (lambda x: x.square().mean(-1).mean() + x, lambda x: x.square().mean() + x),
+    ]
+    for one, other in pairs:
+        found = polymp.compare(run(one), run(other))
+        assert found.explained, str(found)
+    # The gradient of the loss by the scores is of the targets alone.
+    first = polymp.compare(run(F.silu), run(lambda x: x * (1.1 * x).sigmoid())).first
+    assert (first.array.name, first.array.direction) == ("silu", "forward")
+
+
+def test_the_update_by_a_gradient_that_is_mere_rounding_is_no_difference_without_probes() -> None:
+    def run(by_hand: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Linear(32, 96), torch.randn(4, 12, 32)
+        adam = torch.optim.Adam(net.parameters())
+        with record(None, net, probes=0) as recorder:
+            q, k, v = net(x).chunk(3, -1)
+            scores = (q / 32**0.5 @ k.mT).softmax(-1) if by_hand else None
+            out = F.scaled_dot_product_attention(q, k, v) if scores is None else scores @ v
+            F.cross_entropy(out.flatten(0, 1), torch.arange(48) % 32).backward()
+            adam.step()
+        return recorder.record
+
+    found = polymp.compare(run(by_hand=False), run(by_hand=True))
+    assert found.explained, str(found)
+
+
 def test_another_momentum_of_running_means_is_named() -> None:
     found = polymp.compare(layers(1), layers(1, momentum=0.01))
     assert (found.first.array.kind, found.first.array.name) == (UPDATE, "30.running_mean")

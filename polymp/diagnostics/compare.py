@@ -426,7 +426,7 @@ def _times_two(row: Compared) -> int:
     """The power of two by which a gradient is larger in the other run; 0 if it is by none."""
     numbers = [a.values for a in (row.one, row.other) if a is not None]
     sizes = [[x[at] for at in (AMAX, RMS, MEAN_MAGNITUDE)] for x in numbers]
-    if row.array.direction != BACKWARD or not all(map(all, sizes)):
+    if row.array.direction != BACKWARD or row.array.kind == UPDATE or not all(map(all, sizes)):
         return 0
     powers = [math.log2(y) - math.log2(x) for x, y in zip(*sizes, strict=True)]
     return round(powers[0]) if max(abs(p - round(powers[0])) for p in powers) < 0.05 else 0

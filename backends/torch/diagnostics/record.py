@@ -267,6 +267,7 @@ class _Step(Subscriber):
                     self._statistics[name] = own
         # Of these, and of parameters that an optimizer steps: their numbers before, and in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._updated: dict[int, str] = {}  # parameters that were stepped, and not read since
         self._settings: dict[str, dict[str, Any]] = {}
         self._stepped: set[int] = set()  # identities of the optimizers that have stepped
 
@@ -292,8 +293,13 @@ class _Step(Subscriber):
         """Return the arrays that an operand was made of; one that none made is one itself."""
         key = modes.storage_key(t)
         known = self._makers.get(key, ())
-        if known or not has_values(t) or t.is_complex() or not self._records(op_call):
+        made = known and key not in self._updated
+        if made or not has_values(t) or t.is_complex() or not self._records(op_call):
             return known
+        if key in self._updated and (update := self._update(self._updated.pop(key))) is not None:
+            self._arrays |= {array: array for array in (*update.reads, update)}
+            self._made(t, (update,))
+            return (update,)
         if (named := self._named.get(key)) is not None:  # it may be read as a view
             array = self._summed(INPUT, *named)
         else:
@@ -525,7 +531,9 @@ class _Step(Subscriber):
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         self._sum_up()
-        self._gradients({name for name, _ in self._own(optimizer)})  # before they are gone
+        own = self._own(optimizer)
+        self._gradients({name for name, _ in own})  # before they are gone
+        self._updated |= {modes.storage_key(p): name for name, p in own}
         if not closure and not self._probes.count:
             self.stream.go_on()
 
@@ -545,24 +553,25 @@ class _Step(Subscriber):
             array.terms = self._terms.get(key)
             self._ends[GRADIENT, name] = array
 
-    def _updates(self) -> None:
-        """Sum up how the optimizers changed parameters, and the step running means."""
-        for name, (old, moved) in self._old.items():
-            new = self._statistics.get(name)
-            if new is None:
-                new = distributed.local(self._parameters[name]).detach()
-            elif torch.equal(new.to(old.dtype), old):
-                continue
-            moved = old if moved is None else moved
-            probes = self._probes.updated(new).to(old.dtype) - moved if self._probes.count else None
-            change = torch.sub(new.to(old.dtype), old, out=old)
-            array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
-            array.dtype, array.unknown = new.dtype, self._probes.unknown(new)
-            array.own = norm_of(new) * (torch.finfo(new.dtype).eps / 2)
-            gradient = self._ends.get((GRADIENT, name))
-            makers = self._makers.get(modes.storage_key(new), ())  # of running means
-            array.reads = dict.fromkeys(makers if gradient is None else (gradient,))
-            self._ends[UPDATE, name] = array
+    def _update(self, name: str) -> _Array | None:
+        """Sum up how an optimizer changed a parameter, or the step a running mean; None if not."""
+        old, moved = self._old.pop(name)
+        new = self._statistics.get(name)
+        if new is None:
+            new = distributed.local(self._parameters[name]).detach()
+        elif torch.equal(new.to(old.dtype), old):
+            return None
+        moved = old if moved is None else moved
+        probes = self._probes.updated(new).to(old.dtype) - moved if self._probes.count else None
+        change = torch.sub(new.to(old.dtype), old, out=old)
+        array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
+        array.dtype, array.unknown = new.dtype, self._probes.unknown(new)
+        array.own = norm_of(new) * (torch.finfo(new.dtype).eps / 2)
+        gradient = self._ends.get((GRADIENT, name))
+        makers = self._makers.get(modes.storage_key(new), ())  # of running means
+        array.reads = dict.fromkeys(makers if gradient is None else (gradient,))
+        self._ends[UPDATE, name] = array
+        return array
 
     # The end
 
@@ -573,10 +582,11 @@ class _Step(Subscriber):
             check_matched(self._modules, self._selected, "the step")
         done = {name for kind, name in self._ends if kind == GRADIENT}
         self._gradients(set(self._parameters) - done)
-        self._updates()
+        for name in [*self._old]:
+            self._update(name)
         self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
-        arrays = [*self._arrays.values(), *ends]
+        arrays = [*dict.fromkeys((*self._arrays.values(), *ends))]
         parts = ((a.summary, a.changes, a.own, a.terms and a.terms[0]) for a in arrays)
         read = _read([*chain.from_iterable(parts)])
         summaries, places = self._summaries.read(), {array: at for at, array in enumerate(arrays)}

@@ -877,6 +877,24 @@ def test_the_update_by_a_gradient_that_is_mere_rounding_is_no_difference_without
     assert found.explained, str(found)
 
 
+def test_an_update_within_a_step_is_named_and_not_the_call_that_reads_the_weight() -> None:
+    def run(rate: float) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]), torch.randn(8, 4)
+        with record(None, net) as recorder:
+            made = net[0](x)
+            net[1](made.detach()).sum().backward()
+            torch.optim.SGD(net[1].parameters(), rate).step()
+            net[1](made).square().sum().backward()
+            torch.optim.SGD(net.parameters(), 0.1).step()
+        return recorder.record
+
+    assert polymp.compare(run(0.1), run(0.1)).explained
+    found = polymp.compare(run(0.1), run(0.2))
+    assert (found.first.array.kind, found.first.array.module) == (UPDATE, "1")
+    assert "a loss is scaled" not in str(found)
+
+
 def test_another_momentum_of_running_means_is_named() -> None:
     found = polymp.compare(layers(1), layers(1, momentum=0.01))
     assert (found.first.array.kind, found.first.array.name) == (UPDATE, "30.running_mean")

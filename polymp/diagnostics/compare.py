@@ -65,6 +65,7 @@ class Comparison(Shown):
         names: of the two records.
         step: the number of the step that is shown: the first that differs, or else the last.
         rank: its rank; 0 without ranks.
+        calls: how many each run makes in the step.
         rows: all arrays of the step, in program order.
         parted: the first call that only one run has, or that runs in another dtype; None if there
             is none.
@@ -76,6 +77,7 @@ class Comparison(Shown):
     names: tuple[str, str]
     step: int
     rank: int
+    calls: tuple[int, int]
     rows: Sequence[Compared]
     first: Compared | None
     headers: tuple[Mapping[str, Any], Mapping[str, Any]]
@@ -152,21 +154,17 @@ class Comparison(Shown):
 
     def _program(self) -> str:
         calls = [row for row in self.rows if row.array.kind == RESULT]
-        ours, theirs = (len({id(r[side]) for r in calls if r[side]}) for side in range(2))
-        counts = f"{ours:,} and {theirs:,} calls"
+        ours = text_table.plural(self.calls[0], "call")
         if self._across:
-            called = text_table.plural(ours, "call")  # of the other run, the rows have these alone
-            return (
-                f"two frameworks: {called} of {self.names[0]}, {theirs:,} matched by their values"
-            )
+            both = sum(row.one is not None and row.other is not None for row in calls)
+            return f"two frameworks: {ours} of {self.names[0]}, {both:,} matched by their values"
         if self.parted is None:
             part = any(note.startswith("not compared") for note in self.notes)
-            known = ", as far as it was compared" if part else ""
-            return f"the same program{known}: {text_table.plural(ours, 'call')}"
+            return f"the same program{', as far as it was compared' * part}: {ours}"
         differ = sum(bool(row.parts) for row in calls)
         return (
             f"the programs part at {_called(self.parted.array)}: {self.parted.parts} "
-            f"({counts}; calls that differ: {differ:,})"
+            f"({self.calls[0]:,} and {self.calls[1]:,} calls; calls that differ: {differ:,})"
         )
 
     def _verdict(self) -> str:
@@ -291,7 +289,7 @@ def compare(
         numbered = {step.number: step for step in theirs.steps}
         shared = [step for step in ours.steps if step.number in numbered]
         if not shared:
-            have = (f"{r.name!r} has steps {_numbers(r.steps)}" for r in (ours, theirs))
+            have = (f"{r.name!r} has {_numbers(r.steps) or 'none'}" for r in (ours, theirs))
             raise RecordError(f"the records share no step: {', '.join(have)}.")
         # By how much rounding may have moved the arrays that the steps before have left.
         moved: dict[str, float] = {}
@@ -380,7 +378,8 @@ def _compared(
     names = ours.name, theirs.name
     notes = [*_notes((ours, theirs), (one, other), rows)]
     rank, headers = int(ours.header.get("rank", 0)), (ours.header, theirs.header)
-    return Comparison(names, one.number, rank, rows, first, headers, notes)
+    calls = len(left.results), len(right.results)
+    return Comparison(names, one.number, rank, calls, rows, first, headers, notes)
 
 
 def _renamed(

@@ -852,9 +852,12 @@ def test_other_ways_of_one_computation_are_no_difference_and_hide_none() -> None
         (lambda x: (x * 0.5).exp(), lambda x: x.exp().sqrt()),
         (lambda x: x.square().mean(-1).mean() + x, lambda x: x.square().mean() + x),
     ]
-    for one, other in pairs:
-        found = polymp.compare(run(one), run(other))
+    for pair in pairs:
+        runs = [*map(run, pair)]
+        found = polymp.compare(*runs)
         assert found.explained, str(found)
+        ran = (sum(a.kind == RESULT for a in r.steps[0].arrays) for r in runs)
+        assert "({} and {} calls;".format(*ran) in " ".join(str(found).split())
     # The gradient of the loss by the scores is of the targets alone.
     first = polymp.compare(run(F.silu), run(lambda x: x * (1.1 * x).sigmoid())).first
     assert (first.array.name, first.array.direction) == ("silu", "forward")

@@ -221,6 +221,7 @@ class Comparison(Shown):
             "names": list(self.names),
             "step": self.step,
             "rank": self.rank,
+            "calls": list(self.calls),
             "explained": self.explained,
             "parted": self.parted and self.parted.to_dict(),
             "first": self.first and self.first.to_dict(),

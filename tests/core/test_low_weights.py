@@ -194,6 +194,13 @@ def test_pieces_of_an_array_have_the_bits_of_the_whole() -> None:
     assert (drawn(first=N) == whole[N:]).all()
 
 
+def test_the_words_of_a_key_are_the_same_for_numbers_and_arrays() -> None:
+    for seed, step, parameter in KEYS:
+        numbers = weights.key(seed, step, parameter)
+        arrays = weights.key(seed, np.full(1, step, np.int32), parameter)
+        assert [a.tolist() for a in arrays] == [[n] for n in numbers]
+
+
 def test_these_bits_never_change() -> None:
     """Saved runs go on with them."""
     key = weights.key(7, 1000, 3)

@@ -43,16 +43,6 @@ def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
     assert (read.astype(BF16) == low).all()
 
 
-def test_another_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="low_weights") as error:
-        weights.mode("spilt")
-    assert str(error.value) == (
-        "low_weights(): mode 'spilt' is not one of 'master', 'split', 'stochastic'."
-    )
-    with pytest.raises(ValueError, match=r"mode None is not one of"):
-        weights.mode(None)
-
-
 def test_the_warning_about_lost_updates() -> None:
     records = [
         LostUpdates("a.weight", "bfloat16", 100, 90),

@@ -378,7 +378,8 @@ def test_branches_have_their_own_casts(x):
 
     program = check(Uses(branches), x)
     assert Counter(calls(program))["aten.to.dtype"] == 6
-    assert same(program.module()(-x), program.module()(-x))
+    with autocast("cpu"):
+        assert same(program.module()(-x), Uses(branches)(-x))
 
 
 def test_a_region_in_a_branch_is_refused(x):

@@ -32,21 +32,6 @@ def test_a_weight_that_no_step_changed_keeps_its_bits(name: str) -> None:
         assert read.tobytes() == full.tobytes()
 
 
-@pytest.mark.parametrize("name", ["master", "split"])
-def test_a_weight_that_was_written_is_what_was_written(name: str) -> None:
-    mode = weights.MODES[name]
-    full = np.linspace(-3, 3, 101, dtype=np.float32)
-    low, beside = weights.store(NUMPY, mode, full)
-    low = low.copy()
-    low[10:20] = 7
-    now = weights.load(NUMPY, mode, low, weights.beside_written(NUMPY, mode, low, beside))
-    before = weights.load(NUMPY, mode, *weights.store(NUMPY, mode, full))
-    last_place = 0 if name == "master" else 2.0**-5  # of 7
-    assert (np.abs(now[10:20] - 7) <= last_place / 2).all()
-    assert (now[:10] == before[:10]).all()
-    assert (now[20:] == before[20:]).all()
-
-
 @pytest.mark.parametrize("value", [0.0, -0.0, np.inf, -np.inf])
 def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
     mode, remainders = weights.MODES["split"], np.arange(-(2**15), 2**15).astype(np.int16)
@@ -56,16 +41,6 @@ def test_a_mask_beside_an_old_remainder_is_not_nan(value: float) -> None:
     assert np.isnan(weights.load(NUMPY, mode, low, remainders)).any()
     assert not np.isnan(read).any()
     assert (read.astype(BF16) == low).all()
-
-
-def test_another_mode_is_refused() -> None:
-    with pytest.raises(ValueError, match="low_weights") as error:
-        weights.mode("spilt")
-    assert str(error.value) == (
-        "low_weights(): mode 'spilt' is not one of 'master', 'split', 'stochastic'."
-    )
-    with pytest.raises(ValueError, match=r"mode None is not one of"):
-        weights.mode(None)
 
 
 def test_the_warning_about_lost_updates() -> None:

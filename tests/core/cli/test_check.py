@@ -161,12 +161,6 @@ def test_check_of_a_file_that_is_wrong(text, why, polymp, answer, tmp_path):
     assert data["errors"] == [err.removeprefix("polymp: ").rstrip("\n")]
 
 
-def test_a_policy_that_is_not_there_is_no_wrong_policy(polymp):
-    code, out, err = polymp("check", "nofile.toml")
-    assert (code, out) == (2, "")
-    assert err == "polymp: cannot read policy file 'nofile.toml': No such file or directory.\n"
-
-
 def test_check_without_frameworks():
     run = process("check", "amp", blocked=("torch", "jax"))
     rows = len(policy_files.load("amp").rows)

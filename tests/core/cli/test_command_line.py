@@ -1,7 +1,6 @@
 """All commands: exit codes, imports, width, help and errors."""
 
 import importlib
-import json
 import re
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 from polymp import cli
 from tests.conftest import need
 from tests.site.test_package import HEAVY, loaded_after
-from tests.support import processes
 from tests.support.blocks import ROOT, read
 from tests.support.commands import process, project
 
@@ -20,11 +18,6 @@ from tests.support.commands import process, project
 def test_the_script_is_this_function():
     module, _, name = project()["scripts"]["polymp"].partition(":")
     assert getattr(importlib.import_module(module), name) is cli.main
-
-
-def test_python_dash_m():
-    run = processes.python("-m", "polymp", "diff", "amp", "lean", "--json", code=1)
-    assert json.loads(run.stdout)["policies"] == ["amp", "lean"]
 
 
 COMMANDS = [
@@ -82,6 +75,7 @@ def test_a_reader_that_leaves_early_is_no_error(flags):
         (("show", "amp", "--op", "aten:zzz"), "--op: neither the vocabulary nor policy 'amp' has"),
         (("show", "amp", "--scope", "a/b"), "--scope: 'a/b' is no pattern of module paths."),
         (("diff", "amp", "no"), "no policy 'no'."),
+        (("check", "no.toml"), "cannot read policy file 'no.toml': No such file or directory."),
     ],
 )
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["table", "json"])

@@ -14,7 +14,6 @@ from polymp.errors import PolicyError
 from polymp.rules.policy import Decision, Policy, Region
 from polymp.rules.policy_files import load
 from polymp.rules.row import Row, Rule
-from polymp.rules.vocabulary import Op, Vocabulary
 from tests.support.policy_rows import DTYPE, MINE, NAMES, over, refusal, region
 
 DECISIONS = [
@@ -181,48 +180,3 @@ def test_a_comparison_of_policies_lists_the_products(capsys, tmp_path):
     assert "addmm" in out
     assert "lower (few_rows = 32)" in out
     assert "conv" not in out
-
-
-# --- Names of ops in rows: spellings, classes, and ops that users register ------------------------
-
-
-WORDS = Vocabulary(
-    {"matmul": "Products.", "softmax": "Exponentials."},
-    [
-        Op("linear", "matmul", aten=("linear",), jax=("dot_general:unbatched",)),
-        Op("mm", "matmul", aten=("mm",), traces=("linear",)),
-        Op("softmax", "softmax", aten=("softmax.int",), functions=("jax.nn.softmax",)),
-    ],
-)
-
-
-@pytest.mark.parametrize(
-    ("inner", "outer", "expected"),
-    [
-        ("mm", "mm", True),
-        ("mm", "class:matmul", True),
-        ("aten:mm", "mm", True),
-        ("aten:mm", "class:matmul", True),
-        ("jax:dot_general:unbatched", "linear", True),
-        ("class:matmul", "mm", False),
-        ("mm", "aten:mm", False),
-        ("mm", "class:softmax", False),
-        ("aten:mm", "linear", False),
-        ("mm", "default", False),
-        ("default", "default", True),
-        ("aten:brand_new", "default", False),
-        ("aten:brand_new", "aten:brand_new", True),
-    ],
-)
-def test_which_names_a_row_covers(inner, outer, expected):
-    assert WORDS.within(inner, outer) is expected
-
-
-def test_an_op_by_each_of_its_names():
-    assert WORDS.of_aten("softmax.int") == "softmax"
-    assert WORDS.of_aten("softmax") == ""
-    assert WORDS.of_jax("dot_general:unbatched") == "linear"
-    assert WORDS.functions == {"jax.nn.softmax": "softmax"}
-    assert WORDS.op_of("aten:softmax.int") is WORDS.ops["softmax"]
-    assert WORDS.op_of("class:softmax") is None
-    assert [op.name for op in WORDS.members("matmul")] == ["linear", "mm"]

@@ -128,12 +128,6 @@ def test_policies_rows_and_regions_take_every_spelling(low):
             assert WIDEST.decide("add", (spelling,), region).run == low
 
 
-def test_a_toml_file_may_write_aliases(tmp_path):
-    (tmp_path / "mine.toml").write_text('[rules]\nsoftmax = { fp16 = "fp32", bf16 = "keep" }\n')
-    full = {"rules": {"softmax": {"float16": "fp32", "bfloat16": "keep"}}}
-    assert load(tmp_path / "mine.toml").rows == load(full).rows
-
-
 def test_two_spellings_of_one_dtype_in_a_row():
     said = r"^policy 'unnamed' gives 'softmax' \(float16\) two rules: fp32 and lower\. Keep one\."
     with pytest.raises(PolicyError, match=said):

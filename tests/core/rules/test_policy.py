@@ -17,7 +17,6 @@ from tests.support.policy_rows import (
     MINE,
     ONE,
     PARTS,
-    PATTERN,
     RULES,
     deepest,
     refusal,
@@ -99,13 +98,10 @@ def test_rows_are_values_whatever_their_source():
         (("mm", "fp32", "float32"),
             "a policy's row: op 'mm': dtype 'float32' is not accepted here. "
             "Write float16 (fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."),
-        (("bnm", "lower"), "a policy's row: no op 'bnm'. Did you mean bmm?"),
-        (("mm", "lower", "", "a."), f"a policy's row: 'a.' {PATTERN}"),
-        (("mm", "forbid", "", "", "bnm"),
-            "a policy's row: instead for op 'mm': no op 'bnm'. Did you mean bmm?"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be(arguments, message):
+    """The other faults of a row are in test_policy_files.py, as a file has them."""
     assert refusal(Row, *arguments) == message
 
 
@@ -116,20 +112,12 @@ def test_a_row_that_cannot_be(arguments, message):
             "policy 'p' gives 'mm' two rules: lower and fp32. Keep one."),
         ((Row("mm", Rule.LOWER, scope="a"), Row("mm", Rule.FP32, scope="a")), "widen",
             "policy 'p' gives 'mm' in 'a' two rules: lower and fp32. Keep one."),
-        ((), "drop", "policy 'p': halves = 'drop' is not one of widen, raise."),
+        ((Row("mm", Rule.LOWER), Row("mm", Rule.LOWER)), "widen",
+            "policy 'p' gives 'mm' two rules: lower and lower. Keep one."),
     ],
 )  # fmt: skip
 def test_a_policy_that_cannot_be(rows, halves, message):
     assert refusal(Policy, "p", rows, halves) == message
-
-
-@pytest.mark.parametrize("twice", [True, False])
-def test_a_row_is_there_once(twice):
-    row = Row("mm", Rule.LOWER)
-    other = row if twice else Row("mm", Rule.LOWER)
-    assert refusal(Policy, "p", (row, other)) == (
-        "policy 'p' gives 'mm' two rules: lower and lower. Keep one."
-    )
 
 
 # Scopes against a matcher that tries every way: what matches, how deep, and who outranks whom

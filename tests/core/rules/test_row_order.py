@@ -224,6 +224,14 @@ def test_a_row_for_a_class_replaces_rows_for_its_ops_and_their_spellings():
     assert len(everything.rows) == len(base.rows), "a default replaces a default only"
 
 
+def test_a_row_for_an_op_replaces_those_for_its_spellings():
+    spelled = [Row(of, Rule.KEEP) for of in ("aten:softmax.int", "jax:dot_general:unbatched")]
+    own = Policy("own", (Row("softmax", Rule.FP32), Row("linear", Rule.FP32)))
+    assert over(own, Policy("base", (*spelled, Row("aten:mm", Rule.KEEP)))) == Policy(
+        "own", (*own.rows, Row("aten:mm", Rule.KEEP))
+    )
+
+
 @pytest.mark.parametrize("low", LOW)
 def test_a_class_in_one_dtype_replaces_its_ops_in_that_dtype(low):
     policy = load("torch-cuda").override(rules={"class:softmax": {low: "lower"}})

@@ -209,16 +209,6 @@ def test_not_flagged(train, fused) -> None:
             Run().step()
 
 
-def test_a_gradient_of_an_earlier_iteration_is_not_looked_at_again() -> None:
-    """The next step ends all notes, with a warning or without one."""
-    first, second = Run(), Run()
-    with expect_scaler():
-        first.backward()
-        with pytest.warns(ScalerWarning):
-            first.optimizer.step()
-        second.step(None)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")
 def test_a_compiled_step_is_not_flagged() -> None:
     run = Run()
@@ -305,4 +295,4 @@ def test_a_check_does_not_hide_a_step_from_another_one(actions) -> None:
             pass
         with pytest.warns(ScalerWarning):
             Run().step()
-        Run().step(None)  # the note of the step before is gone
+        Run().step(None)  # a step ends all notes, with a warning or without one

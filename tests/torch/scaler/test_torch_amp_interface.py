@@ -131,6 +131,9 @@ def test_disabled_everything_passes_through() -> None:
     assert scaler.scale(loss) is loss
     scaler.unscale_(optimizer)
     assert scaler.step(optimizer, lambda: 5.0) == 5.0
+    assert scaler.step_skipped(optimizer).dtype is torch.bool
+    assert (bool(scaler.step_skipped(optimizer)), int(scaler.skipped_steps)) == (False, 0)
+    assert scaler.report().gradients == ()
     scaler.update()
     scaler.load_state_dict({"anything": 1})
     scaler.set_growth_factor(4.0)

@@ -378,7 +378,8 @@ def test_branches_have_their_own_casts(x):
 
     program = check(Uses(branches), x)
     assert Counter(calls(program))["aten.to.dtype"] == 6
-    assert same(program.module()(-x), program.module()(-x))
+    with autocast("cpu"):
+        assert same(program.module()(-x), Uses(branches)(-x))
 
 
 def test_a_region_in_a_branch_is_refused(x):
@@ -400,11 +401,7 @@ def test_a_region_in_a_branch_is_refused(x):
 ELSEWHERE = """
 import sys, warnings
 warnings.simplefilter("ignore")  # torch.export.load warns of itself
-class Blocked:
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] == "polymp":
-            raise ImportError(name)
-sys.meta_path.insert(0, Blocked())
+sys.modules["polymp"] = None  # so that nothing can import it
 from pathlib import Path
 import torch
 folder = Path(sys.argv[1])
@@ -418,7 +415,7 @@ for path in sorted(folder.glob("*.pt2")):
         "decomposed": program.run_decompositions().module()(*inputs),
     }
 torch.save(found, folder / "found")
-assert "polymp" not in sys.modules
+assert not [name for name in sys.modules if name.startswith("polymp.")]
 """
 
 

@@ -13,8 +13,6 @@ what it reads, as far as the magnitudes tell.
               by module, op, shape and order, or its twin
     twin      the array of the other run that has the same values, but for rounding
     passed    what only one run has, but what reads it has a twin: it vouches for what it reads
-    doubtful  a twin that is so nearly none that it may be one by chance: it vouches for nothing
-              that another reader does not
 """
 
 import functools
@@ -54,7 +52,6 @@ _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
-_DOUBTFUL = 0.3  # of what rounding explains: a pair with a larger difference may be one by chance
 
 # How a pair of arrays compares.
 EXPLAINED, UNEXPLAINED, ALONE, PASSED = "explained", "not explained", "only one run", "passed over"
@@ -539,18 +536,17 @@ class Pairs:
         """Of both runs, the verdict of each array if only this run has it."""
         shared = self.shared if self.ported else set()
         left = self._not_comparable() if self.by_values else set()
-        doubtful = {i for i, j in self.twins.items() if self.excess(i, j) > _DOUBTFUL}
         kept, evidence = {*self.partner, *left}, self._evidence()
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
         evidence |= dict.fromkeys(self.ends, known)
         nothing = _telling_nothing(self.one, kept)
-        passed = _vouched_for(self.one, kept | nothing, evidence, shared, doubtful) | left | nothing
+        passed = _vouched_for(self.one, kept | nothing, evidence, shared) | left | nothing
         every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
         every |= dict.fromkeys((*_losses(self.other, self.one), *self.ends.values()), -1)
-        kept, doubtful = self.found | self.partners, {self.twins[i] for i in doubtful}
+        kept = self.found | self.partners
         nothing = _telling_nothing(self.other, kept)
-        passed_there = _vouched_for(self.other, kept | nothing, every, shared, doubtful)
+        passed_there = _vouched_for(self.other, kept | nothing, every, shared)
         passed_there |= self.found | nothing
         # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
         first = ((s, i) for s in (self.one, self.other) for i in s.unjudged)
@@ -714,7 +710,7 @@ def _losses(side: Side, other: Side) -> list[int]:
 
 
 def _vouched_for(
-    side: Side, kept: set[int], vouchers: Mapping[int, int], shared: set[str], doubtful: set[int]
+    side: Side, kept: set[int], vouchers: Mapping[int, int], shared: set[str]
 ) -> set[int]:
     """The arrays of one run that need no counterpart: what reads them has the same values in both.
 
@@ -724,22 +720,16 @@ def _vouched_for(
     but for a loss, whose value it does not use.
     Two frameworks split the modules that both have into other calls, but have the same numbers
     where such a module, one of `shared`, hands them on.
-    Some vouchers do not count if another call that reads the array is neither vouched for nor
-    `kept`: one number, as a loss is, which may be the same by chance; an array of the backward pass
-    that is made of a part of the inputs, which may not use the values that it reads; and one of the
-    `doubtful`, whose values just pass for the same.
+    One number may be the same by chance: it does not count if another call that reads the array is
+    neither vouched for nor `kept`.
     """
     inputs = dict(vouchers)  # and of those that are vouched for
     lone = {i for i in vouchers if side.arrays[i].size == 1}  # and those that these alone tell of
     known = functools.reduce(operator.or_, vouchers.values(), 0)
     made = _made_of(side, {i: known & bit for i, bit in side.input_bits.items()})
-    doubted: set[int] = set()
     parts = [_group(a)[0] for a in side.arrays]
     for i in range(len(side.arrays) - 1, -1, -1):
         open_ends = [r for r in side.readers[i] if r not in inputs and r not in kept]
-        if i in doubtful and side.forward(i):
-            if any(parts[r] == parts[i] for r in open_ends):
-                doubted.add(i)
         if i in kept or i in inputs:
             continue
         readers = side.readers[i]
@@ -751,9 +741,8 @@ def _vouched_for(
         handed = side.modules[i] in shared and side.forward(i)
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
-        told = [r for r in near or readers if r in inputs and r not in doubted]
-        partly = set() if near else {r for r in told if made[i] & ~inputs[r]}
-        if told and (lone | partly).issuperset(told):
+        told = [r for r in near or readers if r in inputs]
+        if told and lone.issuperset(told):
             if open_ends:
                 continue
             lone.add(i)

@@ -716,8 +716,8 @@ def _vouched_for(
 
     Such a reader, one of the `vouchers`, comes with the inputs that its counterpart is made of: it
     vouches for what is made of one of these, too. The gradient of a loss reads the scores, for
-    their shape, and is made of the targets alone. The backward pass counts for what it alone reads,
-    but for a loss, whose value it does not use.
+    their shape, and is made of the targets alone. The backward pass counts for what it alone reads;
+    not for a loss, whose value it does not use.
     Two frameworks split the modules that both have into other calls, but have the same numbers
     where such a module, one of `shared`, hands them on.
     One number may be the same by chance: it does not count if another call that reads the array is
@@ -736,7 +736,7 @@ def _vouched_for(
         if made[i]:
             readers = [r for r in readers if r not in inputs or inputs[r] & made[i]]
         near = [r for r in readers if parts[r] == parts[i]]
-        if not near and side.arrays[i].kind == RESULT and side.arrays[i].size == 1:
+        if not near and vocabulary().op(side.arrays[i].name).kind == "loss":
             continue
         handed = side.modules[i] in shared and side.forward(i)
         if handed and any(side.modules[r] != side.modules[i] for r in near):

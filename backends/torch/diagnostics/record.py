@@ -474,19 +474,18 @@ class _Step(Subscriber):
 
     def _graph_runs(self, inputs: Sequence[Any]) -> Callable[[Sequence[Any]], None]:
         """Record what a compiled forward graph reads, and then its first result."""
+        if not self.stream.is_here():
+            return lambda results: None
         forward = dispatcher.backward_node() is None
         place, direction, _ = self.stream.where(sys._getframe(1))
         call = OpCall(COMPILED, COMPILED, place, direction)
-        given = {modes.storage_key(t): t for t in tensors(inputs)}
-        here, reads = self.stream.is_here(), list[_Makers]()
+        given, reads = {modes.storage_key(t): t for t in tensors(inputs)}, list[_Makers]()
         with Own(), torch.no_grad():
-            if here and forward:
+            if forward:
                 self._sum_up()
                 reads += [self._made_of(t, call, at) for at, t in enumerate(given.values())]
 
         def ran(results: Sequence[Any]) -> None:
-            if not here:
-                return
             with Own(), torch.no_grad():
                 self._left_out[COMPILED] += 1
                 made = [t for t in tensors(results) if has_values(t)]
@@ -533,7 +532,7 @@ class _Step(Subscriber):
         self._sum_up()
         own = self._own(optimizer)
         self._gradients({name for name, _ in own})  # before they are gone
-        self._updated |= {modes.storage_key(p): name for name, p in own}
+        self._updated |= {modes.storage_key(p): name for name, p in own if name in self._old}
         if not closure and not self._probes.count:
             self.stream.go_on()
 

@@ -531,8 +531,8 @@ def _notes(
     passed = [row.array for row in rows if row.verdict == PASSED]
     if lone := [array for array in passed if array.kind == RESULT]:
         yield (
-            f"not compared: {text_table.plural(len(lone), 'call')} that only one run makes; a call "
-            "that reads them has the same values in both"
+            f"not compared: {text_table.plural(len(lone), 'call')} that only one run makes; what "
+            "is made of them is compared"
         )
     # The state of an optimizer is read by its updates alone.
     calls = [(step, a) for step in steps for a in step.arrays if a.kind == RESULT]

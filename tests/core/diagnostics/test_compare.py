@@ -328,7 +328,7 @@ def test_a_model_that_is_compiled_as_a_whole(loss: bool) -> None:
         assert ("both runs are compiled" in " ".join(found.notes)) == (pair[0] is same)
 
 
-def test_compiled_code_with_an_end_that_is_not_known_stands_alone() -> None:
+def test_compiled_code_with_an_end_that_is_not_known_has_no_partner() -> None:
     """The other call that comes after it may be part of the compiled code."""
     eager = record(arrays(with_loss(calls(4), loss=True), 1))
     off = compiled(3, epsilon=1e-2, loss=True)

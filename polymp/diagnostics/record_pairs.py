@@ -334,8 +334,9 @@ class Pairs:
         self.ends = self._ends()
         self.partner |= self.ends
         self.partners |= {*self.ends.values()}
-        for i in range(len(one.arrays)):
-            if (k := self._other_mask(i)) is not None:
+        for i, array in enumerate(one.arrays):
+            k = self._update_of(i) if array.kind == UPDATE else self._other_mask(i)
+            if i not in self.partner and k is not None and k not in self.partners:
                 self.partner[i] = k
                 self.partners.add(k)
 
@@ -413,13 +414,23 @@ class Pairs:
         What reads them may have the same values in both runs, but for rounding: the Inf tell more.
         """
         array, other = self.one.arrays[i], self.other
-        if i in self.partner or not (array.bad and self.one.masks(i)):
+        if not (array.bad and self.one.masks(i)):
             return None
         read = [self.twins[r] for r in array.reads if r in self.twins]
         for k in (k for j in read for k in other.readers[j]):
             alike = other.arrays[k].bad and _group(other.arrays[k]) == _group(array)
-            if alike and k not in self.found and k not in self.partners and other.masks(k):
+            if alike and k not in self.found and other.masks(k):
                 return k
+        return None
+
+    def _update_of(self, i: int) -> int | None:
+        """The other run's update of the parameter with the same values; None if none is known."""
+        name, other = (INPUT, self.one.arrays[i].name), self.other.arrays
+        for at, j in self.twins.items():
+            a = self.one.arrays[at]
+            if (a.kind, a.name) == name and self.one.rms[at]:  # zeros may be an optimizer's state
+                updates = (k for k, b in enumerate(other) if b.kind == UPDATE)
+                return next((k for k in updates if other[k].name == other[j].name), None)
         return None
 
     def excess(self, i: int, j: int, strict: bool = False) -> float:
@@ -501,19 +512,9 @@ class Pairs:
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
         rows = [*self._in_program_order(*self._alone())]
-        while True:
-            first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
-            if first is None or (first.one is not None and first.other is not None):
-                return rows, first
-            lone, first = first, self._with_partner(first)
-            if first.verdict == UNJUDGED or (lone.array.kind == UPDATE and first.verdict != ALONE):
-                rows = [
-                    first if r is lone else r
-                    for r in rows
-                    if r is lone or (r.one is not first.one and r.other is not first.other)
-                ]
-            if first.verdict in (UNEXPLAINED, ALONE):
-                return rows, first
+        first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
+        alone = first is not None and (first.one is None or first.other is None)
+        return rows, self._with_partner(first) if first and alone else first
 
     def _in_program_order(self, ours: Sequence[str], theirs: Sequence[str]) -> Iterator[Compared]:
         """Pairs, and what only one run has, with the verdicts of it."""
@@ -594,7 +595,9 @@ class Pairs:
         off = float(difference[at]) / size
         part = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
         means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
-        verdict = EXPLAINED if share <= 1 else UNEXPLAINED
+        # Two elements, which may jump, are too much of a few: of these, no values agreed.
+        few = one.kind == UPDATE and one.size < _POOLED and self.twins.get(i) != j
+        verdict = UNEXPLAINED if share > 1 or few else EXPLAINED
         return Compared(one, other, verdict, off, float(allowed[at]) / size, share, *means)
 
     def _with_partner(self, row: Compared) -> Compared:
@@ -607,19 +610,10 @@ class Pairs:
             mine, theirs, taken = theirs, mine, {*aligned}
             twins = {j: i for i, j in twins.items()}
         at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
-
-        def judged(k: int, off: bool) -> Compared:
-            pair = self._pair(*((at, k) if row.one is not None else (k, at)))
-            return pair._replace(verdict=UNEXPLAINED) if off and pair.verdict == EXPLAINED else pair
-
-        if row.array.kind == UPDATE:
-            k = _update_of(mine, at, theirs, twins)
-            if k is not None and k not in taken:
-                # Two elements, which may jump, are too much of a few: of these, no values agreed.
-                return judged(k, off=row.array.size < _POOLED)
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         found: list[tuple[bool, bool, int]] = []
+        taken |= theirs.unjudged
         for k in (k for s in computed or sources for k in theirs.readers[s] if k not in taken):
             a = theirs.arrays[k]
             size, name = a.size != row.array.size, not _alike(a, row.array)
@@ -628,7 +622,8 @@ class Pairs:
                 found.append((size, name, k))
         size, name, k = min(found, default=(True, True, -1))
         if not (size or name):
-            return judged(k, off=True)
+            pair = self._pair(*((at, k) if row.one is not None else (k, at)))
+            return pair._replace(verdict=UNEXPLAINED)
         # What a row shows beside a call of the first run is of the other.
         return row._replace(other=theirs.arrays[k]) if found and row.one is not None else row
 
@@ -781,17 +776,6 @@ def _made_of(side: Side, bits: Mapping[int, int]) -> list[int]:
 def _is_returned(a: RecordedArray) -> bool:
     """True for what a function returns, which no call of its own makes."""
     return a.kind == RESULT and not a.run and a.name != COMPILED
-
-
-def _update_of(side: Side, at: int, other: Side, twins: Mapping[int, int]) -> int | None:
-    """The other run's update of the parameter with the same values; None if none is known."""
-    name = INPUT, side.arrays[at].name
-    for i, j in twins.items():
-        a = side.arrays[i]
-        if (a.kind, a.name) == name and side.rms[i]:  # zeros may be the state of an optimizer
-            theirs = UPDATE, other.arrays[j].name
-            return next((k for k, b in enumerate(other.arrays) if (b.kind, b.name) == theirs), None)
-    return None
 
 
 def _same_end(side: Side, at: int, other: Side) -> int | None:

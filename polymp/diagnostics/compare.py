@@ -72,6 +72,9 @@ class Comparison(Shown):
         first: the first array that rounding cannot explain; None if it explains all.
         headers: of the two records; see `RunRecord`.
         notes: what was not compared, and why, a sentence each.
+        reads: a sentence on what the first call reads that the other run has not; "" of none.
+        settings: the first setting in which the optimizers differ; "" if they do not.
+        until: the first step that both records have and that was not compared; None without one.
     """
 
     names: tuple[str, str]
@@ -82,11 +85,14 @@ class Comparison(Shown):
     first: Compared | None
     headers: tuple[Mapping[str, Any], Mapping[str, Any]]
     notes: list[str]
+    reads: str = ""
+    settings: str = ""
+    until: int | None = None
 
     @property
     def explained(self) -> bool:
-        """True if rounding explains all differences."""
-        return self.first is None
+        """True if rounding explains all differences, and the optimizers have the same settings."""
+        return self.first is None and not self.settings
 
     @functools.cached_property
     def parted(self) -> Compared | None:
@@ -170,17 +176,9 @@ class Comparison(Shown):
     def _verdict(self) -> str:
         row = self.first
         if row is None:
-            judged = all(r.verdict != UNJUDGED for r in self.rows)
-            explained = "rounding explains all" + ("" if judged else " that can be judged")
-            pairs = [r for r in self.rows if r.one is not None and r.other is not None]
-            worst = max(pairs, key=lambda pair: pair.share, default=None)
-            if worst is None or not worst.difference:
-                return f"{explained}: no number differs"
-            return (
-                f"{explained}. The largest difference, beside what rounding explains, is "
-                f"at {_called(worst.array)}: {_number(worst.difference)} of its root mean square; "
-                f"rounding explains {_number(worst.allowed)}"
-            )
+            differ = f"THE OPTIMIZERS DIFFER: {self.settings}. " if self.settings else ""
+            rest = self._rest()
+            return differ + (rest[0].upper() + rest[1:] if differ else rest)
         what = _called(row.array)
         if row.verdict == ALONE:
             here, there = self.names if row.one is row.array else self.names[::-1]
@@ -189,7 +187,7 @@ class Comparison(Shown):
             verb = "runs" if row.array.kind == RESULT else "is"
             return (
                 f"ROUNDING DOES NOT EXPLAIN: {what} {verb} in {here}, and nothing in {there} has "
-                f"its values{other}"
+                f"its values{other}{self.reads and f'. {self.reads}'}"
             )
         off = f"{_number(row.difference)} of its root mean square"
         if row.array.kind == INPUT:
@@ -199,11 +197,38 @@ class Comparison(Shown):
             f"{_number(row.allowed)}. {self._before(row)}"
         )
 
+    def _rest(self) -> str:
+        """In words what rounding explains, where that is all which can be judged."""
+        pairs = [r for r in self.rows if r.one is not None and r.other is not None]
+        worst = max(pairs, key=lambda pair: pair.share, default=None)
+        lost = [r for r in self.rows if r.verdict == UNJUDGED]
+        said = f"rounding explains all{' that can be judged' if lost else ''}"
+        if self.until is not None:
+            said += f" of step {self.step}, and steps from {self.until} on were not compared"
+        if worst is None or not worst.difference or worst.verdict == UNJUDGED:
+            said += f": no number{' of it' if lost else ''} differs"
+        else:
+            said += (
+                ". The largest difference, beside what rounding explains, is at "
+                f"{_called(worst.array)}: {_number(worst.difference)} of its root mean square; "
+                f"rounding explains {_number(worst.allowed)}"
+            )
+        if lost:
+            far = max(lost, key=lambda r: r.difference)
+            said += f". NOT JUDGED: {text_table.plural(len(lost), 'array')}"
+            if far.difference:
+                said += (
+                    f", of which {_called(far.array)} differs by {_number(far.difference)} of its "
+                    "root mean square"
+                )
+        return said
+
     def _before(self, row: Compared) -> str:
         if row.array.name == COMPILED:
+            begins = self.reads or "All that this code reads agrees: it begins in it"
             return (
-                "All that this code reads agrees: it begins in it. Compile smaller parts, such as "
-                "each block, `block.compile()`, to see the result of each"
+                f"{begins}. Compile smaller parts, such as each block, `block.compile()`, to see "
+                "the result of each"
             )
         if row.array.kind != RESULT and any(r.array.name == COMPILED for r in self.rows):
             return "The backward pass before it ran in compiled code, where it may begin"
@@ -213,7 +238,7 @@ class Comparison(Shown):
                 f"In {larger} it is {times:,} times as large, as where a loss is scaled: compare "
                 "runs of one loss scale"
             )
-        return "All that it reads agrees, as far as it was compared"
+        return self.reads or "All floats that it reads agree, as far as they were compared"
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data; docs/compare.md has the schema."""
@@ -298,6 +323,7 @@ def compare(
             now = _compared(ours, theirs, step, numbered[step.number], modules, moved)
             if now is None:
                 assert found is not None
+                found.until = step.number
                 found.notes.append(
                     f"not compared: steps from {step.number} on. They begin with the weights that "
                     "the step before has left, which differ by what rounding explains of updates"
@@ -380,7 +406,10 @@ def _compared(
     notes = [*_notes((ours, theirs), (one, other), rows)]
     rank, headers = int(ours.header.get("rank", 0)), (ours.header, theirs.header)
     calls = len(left.results), len(right.results)
-    return Comparison(names, one.number, rank, calls, rows, first, headers, notes)
+    reads = "" if first is None else _reads(pairs, first, names)
+    settings = next((s for key, s in _settings(one, other) if key not in _NO_NUMBERS), "")
+    of = names, one.number, rank, calls, rows, first
+    return Comparison(*of, headers, notes, reads, settings)
 
 
 def _renamed(
@@ -420,6 +449,33 @@ def _called(a: RecordedArray) -> str:
     back = {BACKWARD: ", backward", RECOMPUTE: ", recomputed"}.get(a.direction, "")
     back = back if a.kind == RESULT else ""
     return f"{of}{a.name}{module}{back}" + (f" ({a.source})" if a.source else "")
+
+
+def _reads(pairs: record_pairs.Pairs, row: Compared, names: tuple[str, str]) -> str:
+    """A sentence on what a call reads that is not the same in both runs; "" if all is."""
+    parts = []
+    for arrays, run in zip(pairs.apart(row), names, strict=True):
+        if called := ", ".join(map(_called, arrays[:3])):
+            parts.append(f"{called}{', ...' * (len(arrays) > 3)} in {run}")
+    if parts:
+        return f"It reads {' and '.join(parts)}, which the other run has not"
+    if row.verdict != ALONE and not pairs.in_order(row):
+        return "All that it reads has the same values, but perhaps in another order"
+    return ""
+
+
+# Settings of optimizers that are other ways to the same numbers.
+_NO_NUMBERS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+
+def _settings(one: RecordedStep, other: RecordedStep) -> Iterator[tuple[str, str]]:
+    """Settings of the same optimizers that differ, each with a clause on it."""
+    for name, settings in one.settings.items():
+        for key, value in settings.items():
+            there = other.settings.get(name, {}).get(key, value)
+            numbers = isinstance(value, (int, float)) and isinstance(there, (int, float))
+            if there != value and not (numbers and math.isclose(value, there, rel_tol=1e-6)):
+                yield key, f"{name} has {key}={value!r} in one run and {there!r} in the other"
 
 
 def _times_two(row: Compared) -> int:
@@ -499,7 +555,7 @@ def _notes(
     for record, step in zip(records, steps, strict=True):
         name = record.name
         for reason, count in step.left_out.items():
-            if reason == FAILS and lost:
+            if reason == FAILS:
                 continue  # said below
             yield f"not compared: {text_table.plural(int(count), 'call')} of {name}, {reason}"
         if patterns := ", ".join(map(str, record.header.get("modules", ()))):
@@ -520,9 +576,9 @@ def _notes(
     if all(compiled):
         yield (
             "both runs are compiled: how far rounding moves what compiled code makes is not known, "
-            "so any difference of it counts; compare each with a record of the eager model"
+            "so what differs is not judged; compare each with a record of the eager model"
         )
-    if lost:
+    elif lost:
         yield (
             f"not judged: {text_table.plural(lost, 'array')} made of what an op makes that fails "
             "in probes, as one does whose shape depends on a choice: no one knows how far rounding "
@@ -549,9 +605,5 @@ def _notes(
     if one and other and one.keys() != other.keys():
         here, there = ", ".join(one), ", ".join(other)
         yield f"the optimizers differ: {here} in one run and {there} in the other"
-    for name in one:
-        for key, value in one[name].items():
-            there = other.get(name, {}).get(key, value)
-            if there != value:
-                here = f"{name} has {key}={value!r}"
-                yield f"the optimizers differ: {here} in one run and {there!r} in the other"
+    for _, said in _settings(*steps):
+        yield f"the optimizers differ: {said}"

@@ -142,6 +142,10 @@ class Side:
                 groups.setdefault(_group(a), []).append(i)
         self.groups = {key: np.array(at) for key, at in groups.items()}
 
+    def place(self, array: RecordedArray) -> int:
+        """Where an array is among those of the run."""
+        return next(i for i, a in enumerate(self.arrays) if a is array)
+
     def call(self, i: int) -> tuple[str, ...]:
         """The kind, op, direction and module of an array."""
         a = self.arrays[i]
@@ -165,6 +169,12 @@ class Side:
                 kind, op, _, module = call
                 backward.add((kind, op, BACKWARD, module))
         return made
+
+    def made_of_compiled(self) -> set[int]:
+        """The arrays that compiled code makes, or that are made of these."""
+        code = {self.call(i) for i in self.results if self.arrays[i].name == COMPILED}
+        ends = {i for i, a in enumerate(self.arrays) if a.kind in (GRADIENT, UPDATE)}
+        return self.made_of(code) | ends
 
     def above_noise(self, i: int) -> bool:
         """True if an array is more than rounding, which the gradient of a key's bias is."""
@@ -211,6 +221,13 @@ def _group(a: RecordedArray) -> tuple[str, int]:
     """Arrays of other sizes, or of another part of the step, are never the same."""
     back = a.direction == BACKWARD or a.kind == GRADIENT
     return UPDATE if a.kind == UPDATE else BACKWARD if back else "", a.size
+
+
+def part(a: RecordedArray) -> str:
+    """The part of a step that an array is of, which a run may be without; "" if it is forward."""
+    if a.kind in (GRADIENT, UPDATE):
+        return a.kind
+    return BACKWARD if a.direction == BACKWARD else ""
 
 
 # How far rounding moves arrays, from their magnitudes alone: errors are relative to the root mean
@@ -305,6 +322,9 @@ class Pairs:
     def __init__(self, one: Side, other: Side, ported: bool) -> None:
         self.one, self.other = one, other
         self.ported = ported  # True of two frameworks
+        if one.compiled and other.compiled:  # no one knows how far rounding moves what both make
+            for side in (one, other):
+                side.unjudged |= side.made_of_compiled()
         self.deviations = factor(VALUES * (len(one.arrays) + len(other.arrays)))
         paths = [{side.modules[i] for i in side.results} - {""} for side in (one, other)]
         self.shared = paths[0] & paths[1]  # module paths that both have, and the top level
@@ -512,9 +532,37 @@ class Pairs:
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
         rows = [*self._in_program_order(*self._alone())]
-        first = next((r for r in rows if r.verdict in (UNEXPLAINED, ALONE)), None)
+        off = [row for row in rows if row.verdict in (UNEXPLAINED, ALONE)]
+        # What is made of nothing that both have, as a mask, may be a part of what the other splits.
+        first = next(filter(self._reads_shared, off), next(iter(off), None))
         alone = first is not None and (first.one is None or first.other is None)
         return rows, self._with_partner(first) if first and alone else first
+
+    def apart(self, row: Compared) -> tuple[list[RecordedArray], list[RecordedArray]]:
+        """What a call reads in each run that the other has not; of compiled code, floats alone."""
+        reads: list[list[RecordedArray]] = []
+        alike = row.one is not None and row.other is not None and _alike(row.one, row.other)
+        for array, side, both in (
+            (row.one, self.one, self.twins.keys()),
+            (row.other, self.other, self.found),
+        ):
+            own = array is not None and (array is row.array or (alike and row.verdict != ALONE))
+            at = array.reads if array is not None and own else ()
+            found = [side.arrays[r] for r in at if r not in both]
+            reads.append([a for a in found if row.array.name != COMPILED or a.dtype in FORMATS])
+        return reads[0], reads[1]
+
+    def in_order(self, row: Compared) -> bool:
+        """True if it is known that what a call of both runs reads is in the same order."""
+        alike = row.one is not None and row.other is not None and _alike(row.one, row.other)
+        reads = row.one.reads if row.one is not None and alike else ()
+        return all(r in self.ordered or self.one.sizes[r] == 1 for r in reads if r in self.twins)
+
+    def _reads_shared(self, row: Compared) -> bool:
+        """True if both runs have an array, or one of those that it is made of first."""
+        side, known = (self.other, self.found) if row.one is None else (self.one, self.twins.keys())
+        both = row.one is not None and row.other is not None
+        return both or not {*known}.isdisjoint(side.arrays[side.place(row.array)].reads)
 
     def _in_program_order(self, ours: Sequence[str], theirs: Sequence[str]) -> Iterator[Compared]:
         """Pairs, and what only one run has, with the verdicts of it."""
@@ -537,12 +585,15 @@ class Pairs:
         """Of both runs, the verdict of each array if only this run has it."""
         shared = self.shared if self.ported else set()
         left = self._not_comparable() if self.by_values else set()
-        kept, evidence = {*self.partner, *left}, self._evidence()
+        folded = self._folded()
+        kept, evidence = {*self.partner, *left} - folded, self._evidence()
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
         evidence |= dict.fromkeys(self.ends, known)
         nothing = _telling_nothing(self.one, kept)
         passed = _vouched_for(self.one, kept | nothing, evidence, shared) | left | nothing
+        for i in folded & passed:
+            self.partners.discard(self.partner.pop(i))
         every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
         every |= dict.fromkeys((*_losses(self.other, self.one), *self.ends.values()), -1)
         kept = self.found | self.partners
@@ -552,7 +603,14 @@ class Pairs:
         # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
         first = ((s, i) for s in (self.one, self.other) for i in s.unjudged)
         failed = {s.call(i) for s, i in first if s.unjudged.isdisjoint(s.arrays[i].reads)}
-        return _alone(self.one, passed, failed), _alone(self.other, passed_there, failed)
+        ours = _alone(self.one, self.other, passed, failed)
+        return ours, _alone(self.other, self.one, passed_there, failed)
+
+    def _folded(self) -> set[int]:
+        """Inputs of other numbers in both runs that no call of both reads, as a folded weight."""
+        off = ((i, self.one.readers[i]) for i in self.partner if i not in self.twins)
+        off = (it for it in off if self.one.arrays[it[0]].kind == INPUT)
+        return {i for i, read_by in off if read_by and self.partner.keys().isdisjoint(read_by)}
 
     def _not_comparable(self) -> set[int]:
         """Updates and gradients of inputs that only the first run has, and what these alone read.
@@ -587,18 +645,23 @@ class Pairs:
 
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
-        if i in self.one.unjudged or j in self.other.unjudged:
-            return Compared(one, other, UNJUDGED)
+        known = self.one.unjudged.isdisjoint([i]) and self.other.unjudged.isdisjoint([j])
+        if not known and one.values == other.values:
+            return Compared(one, other, EXPLAINED)
         difference, allowed = self.comparable(i, j)
         share, at = _worst(difference, allowed)
         size = max(one.values[RMS], other.values[RMS]) or 1.0
-        off = float(difference[at]) / size
-        part = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
-        means = [float((x[part] ** 2).mean() ** 0.5) / size for x in (difference, allowed)]
+        ends = float(difference[at]) / size, float(allowed[at]) / size
+        whole = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
+        mean, limit = (float((x[whole] ** 2).mean() ** 0.5) / size for x in (difference, allowed))
+        if mean > limit:  # what is off is not some elements alone
+            ends = mean, limit
         # Two elements, which may jump, are too much of a few: of these, no values agreed.
         few = one.kind == UPDATE and one.size < _POOLED and self.twins.get(i) != j
         verdict = UNEXPLAINED if share > 1 or few else EXPLAINED
-        return Compared(one, other, verdict, off, float(allowed[at]) / size, share, *means)
+        if not known:
+            verdict, ends, share = UNJUDGED, (mean, math.inf), 0.0
+        return Compared(one, other, verdict, *ends, share, mean, limit)
 
     def _with_partner(self, row: Compared) -> Compared:
         """A call that only one run has, beside the call of the other that reads the same values."""
@@ -609,7 +672,7 @@ class Pairs:
         if row.one is None:
             mine, theirs, taken = theirs, mine, {*aligned}
             twins = {j: i for i, j in twins.items()}
-        at = next(i for i, a in enumerate(mine.arrays) if a is row.array)
+        at = mine.place(row.array)
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
         found: list[tuple[bool, bool, int]] = []
@@ -683,24 +746,25 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
 # --- what only one run has ------------------------------------------------------------------------
 
 
-def _alone(side: Side, passed: set[int], failed: set[tuple[str, ...]]) -> list[str]:
+def _alone(side: Side, other: Side, passed: set[int], failed: set[tuple[str, ...]]) -> list[str]:
     """The verdict of each array of one run if only this run has it."""
     lost = side.unjudged | side.made_of(failed)
+    lacking = {*map(part, side.arrays)} - {*map(part, other.arrays)}
     verdicts: list[str] = []
     for i, a in enumerate(side.arrays):
-        passes = i in passed or a.kind == INPUT
+        passes = i in passed or a.kind == INPUT or part(a) in lacking
         verdicts.append(PASSED if passes else UNJUDGED if i in lost else ALONE)
     return verdicts
 
 
 def _losses(side: Side, other: Side) -> list[int]:
-    """The losses of one run of which the other has the gradient alone, as that of `jax.grad`."""
+    """The losses of one run of which the other has the gradient alone, or neither of the two."""
 
     def ends(s: Side) -> list[int]:
         numbers = (i for i in s.results if s.arrays[i].size == 1 and s.forward(i))
         return [i for i in numbers if not any(map(s.forward, s.readers[i]))]
 
-    graded = any(a.direction == BACKWARD for a in other.arrays)
+    graded = any(a.direction == BACKWARD for a in (*side.arrays, *other.arrays))
     return ends(side) if graded and not ends(other) else []
 
 

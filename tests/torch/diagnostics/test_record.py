@@ -618,13 +618,14 @@ def test_what_no_choice_of_another_length_reaches_is_judged() -> None:
     first = {}
     for option in ("more", "times", "scale"):
         compared = polymp.compare(run(), run(**{option: 1.5}))
-        assert "not judged" in {row.verdict for row in compared.rows}
+        # The same numbers are the same, whatever rounding does.
+        assert ("not judged" in {row.verdict for row in compared.rows}) == (option != "times")
         assert compared.first is not None, option
         first[option] = compared.first.array.kind, compared.first.array.name
     assert first["more"] == ("result", "mul")
     assert first["times"] == ("result", "div")
     assert first["scale"] == ("gradient", "b.weight")
-    assert "explains all that can be judged" in str(polymp.compare(run(), run()))
+    assert "explains all: no number differs" in str(polymp.compare(run(), run()))
 
 
 @pytest.mark.long  # it compiles C++ for most of its time

@@ -777,6 +777,7 @@ def test_a_step_that_begins_with_weights_which_rounding_has_moved_is_not_compare
     found = polymp.compare(layers(3), layers(3, low=True))
     assert found.explained, str(found)
     assert found.step == 0
+    assert "explains all of step 0, and steps from 1 on were not compared" in str(found)
     assert any("steps from 1 on" in note for note in found.notes)
     again = layers.__wrapped__(3)
     assert polymp.compare(layers(3), again).step == 2, "the same bits are"
@@ -862,6 +863,97 @@ def test_other_ways_of_one_computation_are_no_difference_and_hide_none() -> None
     # The gradient of the loss by the scores is of the targets alone.
     first = polymp.compare(run(F.silu), run(lambda x: x * (1.1 * x).sigmoid())).first
     assert (first.array.name, first.array.direction) == ("silu", "forward")
+
+
+def test_a_part_of_the_step_that_one_run_has_alone_is_no_difference() -> None:
+    def run(grads: str) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(8, 8)
+        with record(None, net) as recorder:
+            made = net(x)
+            if grads == "kept":
+                made.square().mean().backward()
+                torch.optim.SGD(net.parameters(), 0.1).step()
+            elif grads == "returned":
+                torch.autograd.grad(made.square().mean(), [*net.parameters()])
+        return recorder.record
+
+    for pair in ("kept", "returned"), ("kept", "none"), ("none", "returned"):
+        found = polymp.compare(*map(run, pair))
+        assert found.explained, str(found)
+
+
+def test_folded_weights_are_no_difference_and_hide_none() -> None:
+    def run(folds: bool, eps: float = 1e-5) -> RunRecord:
+        torch.manual_seed(0)
+        own = (nn.Linear(8, 8), nn.BatchNorm1d(8, eps=1e-5), nn.ReLU())
+        net = nn.Sequential(*own, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU()).eval()
+        for norm in (net[1], net[4]):
+            norm.running_mean.normal_()
+            norm.running_var.uniform_(0.5, 2.0)
+        net[4].eps = eps
+        if folds:
+            for at in 0, 3:
+                net[at] = nn.utils.fuse_linear_bn_eval(net[at], net[at + 1])
+                net[at + 1] = nn.Identity()
+        with record(None, net) as recorder, torch.no_grad():
+            net(torch.randn(16, 8))
+        return recorder.record
+
+    found = polymp.compare(run(folds=False), run(folds=True))
+    assert found.explained, str(found)
+    found = polymp.compare(run(folds=False), run(folds=True, eps=1e-2))
+    assert (found.first.array.kind, found.first.array.module) == (INPUT, "3")
+
+
+def test_a_mask_that_one_run_makes_is_not_the_first_that_differs() -> None:
+    def run(fused: bool, eps: float = 1e-5) -> RunRecord:
+        torch.manual_seed(0)
+        norms, x = nn.ModuleList([nn.LayerNorm(16, eps) for _ in range(2)]), torch.randn(2, 6, 16)
+        with record(None, norms) as recorder:
+            seen = None if fused else torch.ones(6, 6).tril() > 0
+            mask = None if seen is None else torch.where(seen, 0.0, torch.tensor(-1e4))
+            for norm in norms:
+                h = norm(x)
+                y = (
+                    F.scaled_dot_product_attention(h, h, h, is_causal=True)
+                    if fused
+                    else ((h @ h.mT / 4 + mask).softmax(-1) @ h)
+                )
+                x = x + y
+        return recorder.record
+
+    found = polymp.compare(run(fused=False), run(fused=True))
+    assert found.explained, str(found)
+    found = polymp.compare(run(fused=False), run(fused=True, eps=1e-2))
+    assert (found.first.array.name, found.first.array.module) == ("layer_norm", "0")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("weight", "It reads input out.weight in out in one and input operand 3 of addmm in out"),
+        ("order", "All that it reads has the same values, but perhaps in another order"),
+        ("eps", "All floats that it reads agree, as far as they were compared"),
+    ],
+)
+def test_what_the_first_call_reads_is_said(change: str, said: str) -> None:
+    def run(change: str) -> RunRecord:
+        torch.manual_seed(0)
+        net = nn.ModuleDict({"norm": nn.LayerNorm(8), "out": nn.Linear(16, 4)})
+        x, y = torch.randn(2, 64, 8)
+        net["norm"].eps = 1e-2 if change == "eps" else 1e-5
+        weight = {"weight": torch.randn(4, 16)} if change == "weight" else {}
+        with record(None, net) as recorder, torch.no_grad():
+            h = torch.cat([net["norm"](x), y] if change != "order" else [y, net["norm"](x)], 1)
+            torch.func.functional_call(net["out"], weight, (h,))
+        return recorder.record
+
+    other = run(change)
+    other.header["framework"] = "other" if change == "order" else "torch"
+    found = polymp.compare(run("none"), other)
+    assert said in " ".join(str(found).split())
+    assert found.first.difference == found.first.mean_difference, "as the table of modules has it"
 
 
 def test_the_update_by_a_gradient_that_is_mere_rounding_is_no_difference_without_probes() -> None:

@@ -914,13 +914,12 @@ def test_a_mask_that_one_run_makes_is_not_the_first_that_differs() -> None:
             seen = None if fused else torch.ones(6, 6).tril() > 0
             mask = None if seen is None else torch.where(seen, 0.0, torch.tensor(-1e4))
             for norm in norms:
-                h = norm(x)
-                y = (
-                    F.scaled_dot_product_attention(h, h, h, is_causal=True)
-                    if fused
-                    else ((h @ h.mT / 4 + mask).softmax(-1) @ h)
-                )
-                x = x + y
+                h = norm(x)[:, None]
+                if fused:
+                    y = F.scaled_dot_product_attention(h, h, h, is_causal=True)
+                else:
+                    y = (h @ h.mT / 4 + mask).softmax(-1) @ h
+                x = x + y[:, 0]
         return recorder.record
 
     found = polymp.compare(run(fused=False), run(fused=True))

@@ -250,6 +250,8 @@ class Comparison(Shown):
             "explained": self.explained,
             "parted": self.parted and self.parted.to_dict(),
             "first": self.first and self.first.to_dict(),
+            "settings": self.settings,
+            "until": self.until,
             "rows": [row.to_dict() for row in self.rows],
             "notes": self.notes,
         }
@@ -421,10 +423,11 @@ def _renamed(
         return matched(mine, theirs)
     for start in modules:
         if not any(_begins(path, start) for path in theirs):
-            some = ", ".join(path for path in list(theirs)[:4] if path)
+            some = ", ".join([path for path in theirs if path][:4])
+            have = f"Its paths are {some}, ..." if some else "It has no module paths."
             raise RecordError(
                 f"compare(modules=): no module path of the other record begins with {start!r}. "
-                f"Its paths are {some}, ..."
+                f"{have}"
             )
     names = {}
     for path in theirs:

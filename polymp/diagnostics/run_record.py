@@ -18,6 +18,7 @@ import base64
 import json
 import math
 import os
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache
@@ -412,7 +413,13 @@ class RecordWriter:
         return None if number % every or (most is not None and self.written >= most) else number
 
     def write(self, step: RecordedStep) -> None:
-        """Add a step."""
+        """Add a step; warns if it has no calls."""
+        if not any(a.kind == RESULT for a in step.arrays):
+            warnings.warn(
+                f"record: step {step.number} has no op calls. What runs in another thread, or "
+                "outside of the recorder's block, is not recorded.",
+                stacklevel=3,
+            )
         if not self._header:
             own = {"probes": self._options.probes, "modules": list(self._options.modules)}
             self._header = self._described() | own

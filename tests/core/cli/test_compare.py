@@ -52,6 +52,10 @@ def test_modules_of_other_names(polymp, answer, files):
     pair = ("compare", "one.rec", "renamed.rec", "--modules")
     assert answer(*pair, "model.layers=blocks")["parted"] is None
     assert "begins with 'no.such'" in polymp(*pair, "no.such=else")[2]
+    bare = run_records.record([a._replace(module="") for a in renamed.steps[0].arrays])
+    run_records.written(files / "bare.rec", bare)
+    said = polymp("compare", "one.rec", "bare.rec", "--modules", "no=else")[2]
+    assert "It has no module paths." in said
     with pytest.raises(SystemExit, match=r"^2$"):
         polymp(*pair, "model.layers")
 

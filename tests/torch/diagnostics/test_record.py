@@ -1058,11 +1058,11 @@ def test_optimizers_that_another_one_steps_are_recorded() -> None:
     assert [*step.settings] == ["Both 1", "SGD 1", "SGD 2"]
 
 
-def test_a_recorder_is_not_entered_twice() -> None:
-    with record(None) as recorder:
+def test_a_recorder_is_not_entered_twice_and_tells_of_an_empty_step() -> None:
+    with pytest.warns(UserWarning, match="step 0 has no op calls"), record(None) as recorder:
         with pytest.raises(RuntimeError, match="records a step already: leave its block first"):
             recorder.__enter__()
-    with recorder:
+    with pytest.warns(UserWarning, match="step 1 has no op calls"), recorder:
         pass
 
 

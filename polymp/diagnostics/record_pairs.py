@@ -26,7 +26,7 @@ import numpy as np
 
 from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.rounding import EXACT, JUMPS, effect, factor, unit_roundoff
+from polymp.diagnostics.rounding import JUMPS, effect, exact, factor, unit_roundoff
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -184,7 +184,7 @@ class Side:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
         a = self.arrays[i]
         within = a.dtype in FORMATS and self.largest[i] < FORMATS[a.dtype].max / 4
-        if not within or not (a.name in EXACT or effect(a.name) == "added"):
+        if not within or not (exact(a.name) or effect(a.name) == "added"):
             return False
         read = (self.arrays[r] for r in a.reads)
         return not any(0 < x.bad < x.size == a.size for x in read)

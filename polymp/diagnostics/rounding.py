@@ -69,13 +69,19 @@ STEPS = frozenset("round floor ceil trunc sign sgn heaviside floor_divide".split
 # Ops that are rounded once: IEEE 754 arithmetic, in float32 for the low dtypes.
 ONCE = frozenset("add sub mul div sqrt reciprocal rsub".split())
 
-# Ops whose results are among their operands, or these with another sign.
+# Ops whose results are among their operands, or these with another sign, or counts, and that are in
+# no class of the vocabulary that moves numbers.
 EXACT = frozenset(
     """
-    neg abs maximum minimum max min amax amin clamp relu relu6 hardtanh where sign floor ceil round
-    trunc flip cat stack split chunk unbind pad constant_pad_nd triu tril repeat roll broadcast_to
-    max_pool max_pool1d max_pool2d max_pool3d threshold_backward copy clone fill select_backward
-    slice_backward index_select masked_fill detach
+    neg abs relu relu6 hardtanh threshold sign floor ceil round trunc broadcast_to copy fill histc
+    max_pool max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
+    adaptive_max_pool3d threshold_backward select_backward slice_backward
+    """.split()
+)
+# Ops that are in such a class, and multiply, add or interpolate.
+_COMPUTE = frozenset(
+    """
+    dropout alpha_dropout feature_dropout feature_alpha_dropout embedding_bag quantile nanquantile
     """.split()
 )
 
@@ -106,6 +112,11 @@ JUMPS = frozenset(
 def effect(op: str) -> str:
     """How errors of what an op reads show in its result, a key of `_EFFECTS`."""
     return _EFFECT.get(op, _EFFECT.get(vocabulary().op(op).kind, ""))
+
+
+def exact(op: str) -> bool:
+    """True if an op rounds nothing: its results are among its operands, or counts."""
+    return op in EXACT or (vocabulary().op(op).kind in vocabulary().moving and op not in _COMPUTE)
 
 
 def results(tree: object, of: str) -> dict[str, Any]:
@@ -145,7 +156,7 @@ def of_operands(dtype: str) -> float:
 
 def movement(op: str, kind: str, out: str, terms: float = 1) -> tuple[float, float]:
     """Return the parts of one op's rounding: `u + f u'`, and `u' sqrt(k / 3)` for its sums."""
-    if op in EXACT:
+    if exact(op):
         return 0.0, 0.0
     inside = unit_roundoff("float64" if out == "float64" else "float32")
     once = op in ONCE or kind in ("matmul", "convolution")

@@ -30,13 +30,13 @@ from polymp.backends.jax.diagnostics.instrument import quick_options
 from polymp.backends.jax.jaxprs import inside
 from polymp.backends.jax.modules import nnx
 from polymp.diagnostics import rounding
-from polymp.diagnostics.rounding import EXACT, FARTHER, Run, movement
+from polymp.diagnostics.rounding import FARTHER, Run, movement
 from polymp.diagnostics.run_record import RunRecord
 from polymp.rules.vocabulary import vocabulary
 
 _SUMS = frozenset("reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated".split())
 # Besides ops that compute nothing, primitives whose results are among their operands or constants.
-_CHOOSES = INDEPENDENT | {"iota", "select_and_gather_add", "polymp_fp8_quantise"}
+_CHOOSES = INDEPENDENT | {"iota", "select_and_gather_add", "polymp_fp8_quantise", "scatter-max", "scatter-min"}
 
 # By path, the arrays of a tree.
 _Arrays = dict[str, jax.Array]
@@ -425,7 +425,7 @@ def _parts(eqn: Equation, out: Any) -> tuple[float, float, float]:
     op = op_of(spelling(eqn)) or of
     kind = vocabulary().op(op).kind
     root = name == "abs" and is_inexact(given) and not is_float(given)  # of a sum
-    if not root and (op in EXACT or kind in vocabulary().moving):
+    if rounding.exact(op) and not root:
         return exact
     if of in ("reduce_sum", "cumsum", "reduce_window_sum", "scatter-add", "add_any"):
         op = "add"  # sums alone

@@ -312,7 +312,7 @@ class Probes:
         self._look_for_unknown(ran)
         self._apart = self._talks(ran) or not all(map(self._fits, into))
         for t in () if self._blind or self._apart else into:
-            if self._moved(ran.args, ran.kwargs) or not (is_exact(ran.func) or _is_chosen(t)):
+            if self._moved(ran.args, ran.kwargs) or not (is_exact(ran) or _is_chosen(t)):
                 self._begun(t)
         if torch.Tag.nondeterministic_seeded in ran.func.tags:
             self._random = _generator(ran).get_state()
@@ -559,9 +559,10 @@ def _op(func: torch._ops.OpOverload) -> tuple[str, str]:
     return op, vocabulary().op(op).kind
 
 
-def is_exact(func: torch._ops.OpOverload) -> bool:
+def is_exact(ran: Ran) -> bool:
     """Return whether an op's results are among its operands, or these with another sign."""
-    return _op(func)[0] in rounding.EXACT
+    adds = op_facts.accumulates(ran.func.overloadpacket.__name__, ran.args)
+    return not adds or rounding.exact(_op(ran.func)[0])
 
 
 def rounds_operands(ran: Ran, result: object) -> str:
@@ -593,6 +594,8 @@ class _Parts(NamedTuple):
 
 def _parts(ran: Ran, result: object, t: torch.Tensor) -> _Parts:
     (of, kind), name = _op(ran.func), ran.func.overloadpacket.__name__
+    if is_exact(ran):
+        return _Parts(0.0, 0.0, 1.0, False, False)
     flops = modes.flops(ran.func, ran.args, ran.kwargs, result)
     sums = vocabulary().traits["sums"]
     terms = 1.0
@@ -619,7 +622,7 @@ def result_movement(
     if ran.casts:
         narrows = t.element_size() < ran.reads[0].element_size()
         return stored_movement(t, within) if narrows else None
-    if is_exact(ran.func):
+    if is_exact(ran):
         return None
     parts = _parts(ran, result, t)
     magnitude = _magnitude(t, within)

@@ -85,6 +85,12 @@ _COMPUTE = frozenset(
     """.split()
 )
 
+# Ops that make whole numbers of whole numbers, exactly: those that add, multiply and cast.
+_WHOLE = frozenset(
+    "add sub rsub mul sum mean cumsum prod cumprod add_any convert_element_type".split()
+)
+_WHOLE_KINDS = frozenset("matmul convolution accumulation".split())
+
 # How an error of what an op reads shows in its result, by the op or else by its class: as the same
 # share of its size, but for these.
 _EFFECTS = {
@@ -117,6 +123,23 @@ def effect(op: str) -> str:
 def exact(op: str) -> bool:
     """True if an op rounds nothing: its results are among its operands, or counts."""
     return op in EXACT or (vocabulary().op(op).kind in vocabulary().moving and op not in _COMPUTE)
+
+
+def is_arithmetic(op: str) -> bool:
+    """True if an op adds, multiplies or casts: see `whole`."""
+    return op in _WHOLE or vocabulary().op(op).kind in _WHOLE_KINDS
+
+
+def whole(x: Any, by: Any, read: Iterable[Any]) -> Any:
+    """Where arithmetic that may round by so much is exact: whole numbers, made of such, are counts.
+
+    1 + x is a whole number, too, if x is small. Where shapes differ, all have to be whole.
+    """
+    found = (x.round() == x) & (by < 0.5)  # of larger ones a dtype has not all
+    for other in read:
+        same = other.round() == other
+        found &= same if other.shape in ((), x.shape) else same.all()
+    return found
 
 
 def results(tree: object, of: str) -> dict[str, Any]:

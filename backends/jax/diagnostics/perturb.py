@@ -36,7 +36,9 @@ from polymp.rules.vocabulary import vocabulary
 
 _SUMS = frozenset("reduce_sum cumsum reduce_window_sum dot_general conv_general_dilated".split())
 # Besides ops that compute nothing, primitives whose results are among their operands or constants.
-_CHOOSES = INDEPENDENT | {"iota", "select_and_gather_add", "polymp_fp8_quantise", "scatter-max", "scatter-min"}
+_CHOOSES = INDEPENDENT.union(
+    "iota select_and_gather_add polymp_fp8_quantise scatter-max scatter-min".split()
+)
 
 # By path, the arrays of a tree.
 _Arrays = dict[str, jax.Array]
@@ -331,10 +333,11 @@ def _evaluated(
     def run(seed: Any, *given: Any) -> list[Any]:
         if narrow:  # operands are moved by their rounding; equal numbers alike in every product
             unit, move = rounding.unit_roundoff(narrow), np.uint32(0)
-            given = tuple(
-                shifted(x, unit * _magnitude(x), seed, move) if x.dtype == np.float32 else x
-                for x in given
-            )
+            for n, x in enumerate(given):
+                if x.dtype == np.float32:
+                    by = unit * _magnitude(x)
+                    by = jnp.where(rounding.whole(x, by, ()), 0.0, by)
+                    given = *given[:n], shifted(x, by, seed, move), *given[n + 1 :]
         made = list(_put(eqn, given))
         if any(chosen) and any(map(is_float, given)):
             farther = list(_put(eqn, [_farther(x, o) for x, o in zip(given, own, strict=True)]))
@@ -454,6 +457,9 @@ def amount(eqn: Equation, values: Sequence[jax.Array], x: jax.Array) -> jax.Arra
             else:
                 added = _added(eqn, values)
         by += summed * jnp.sqrt(magnitude**2 + added)
+    if rounding.is_arithmetic(op_of(spelling(eqn)) or _primitive(eqn)) and is_float(x):
+        read = [wide(v) for v in values if is_float(v)]
+        by = jnp.where(rounding.whole(wide(x), by, read), 0.0, by)
     return by
 
 

@@ -456,6 +456,7 @@ class Probes:
             own = self.of(tree)
             if narrow and tree.dtype is torch.float32:
                 by = tree.detach().abs().mul_(rounding.unit_roundoff(narrow))
+                by.masked_fill_(rounding.whole(tree.detach(), by, ()), 0.0)
                 own = self._same(tree) if own is None else own.clone()
                 move(own.unbind(), tree.detach(), by, 0)  # in every op that reads it alike
             if own is not None and times > 1 and tree.is_floating_point():
@@ -619,6 +620,17 @@ def result_movement(
 
     None if it is exact. `within` is the dtype that this is computed in.
     """
+    by = _movement(ran, result, t, within)
+    arithmetic = ran.casts or rounding.is_arithmetic(_op(ran.func)[0])
+    if by is None or t.is_complex() or not arithmetic:
+        return by
+    return by.masked_fill_(rounding.whole(t, by, filter(has_values, ran.reads)), 0.0)
+
+
+def _movement(
+    ran: Ran, result: object, t: torch.Tensor, within: torch.dtype
+) -> torch.Tensor | None:
+    """Return the same as if whole numbers were rounded like others."""
     if ran.casts:
         narrows = t.element_size() < ran.reads[0].element_size()
         return stored_movement(t, within) if narrows else None

@@ -301,12 +301,38 @@ def test_a_mask_is_the_same_in_all_probes() -> None:
     def fn(x: Any, key: Any) -> Any:
         return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x * 2, 0)
 
-    found = rows(fn, jnp.ones((512, 512)), jax.random.key(0), probes=16)
+    found = rows(fn, jnp.full((512, 512), 0.3), jax.random.key(0), probes=16)
     assert all(moved(r) == 0 for r in found if r.name not in ("mul", "where", "result"))
     assert 0 < moved(found[-1]) < 1e-6
     (drawn,) = (r for r in rows(lambda k: jax.random.normal(k, (64,)), jax.random.key(0), probes=2)
                 if r.kind == "result" and r.name == "result")  # fmt: skip
     assert moved(drawn) > 0  # by the function that made them normal
+
+
+CHOICES: dict[str, Any] = {
+    "count": lambda h: (h > 0).astype(jnp.bfloat16).sum(-1, keepdims=True),
+    "product": lambda h: (h > 0).astype(h.dtype) @ jnp.ones((8, 8)),
+    "sums": lambda h: jax.ops.segment_sum(jnp.ones(5), h.argmax(-1), 8),
+    "largest": lambda h: h >= jax.ops.segment_max(h, jnp.arange(5) // 2, 5),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_by_what_is_not_rounded_hides_no_bug(choice: str) -> None:
+    x, *weights = (jax.random.normal(jax.random.key(at), (n, 8)) for at, n in enumerate((5, 8, 8)))
+
+    def run(scale: float) -> Any:
+        def fn(x: Any) -> Any:
+            h = x @ weights[0]
+            return (h * CHOICES[choice](h).astype(int) * scale) @ weights[1]
+
+        recorded = record(None, fn)
+        recorded(x)
+        return recorded.record
+
+    first = polymp.compare(run(1.0), run(1.3)).first
+    assert first is not None
+    assert first.array.name == "mul"
 
 
 @pytest.mark.parametrize("count", [16, 300])

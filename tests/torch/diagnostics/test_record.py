@@ -558,6 +558,30 @@ def test_exact_ops_move_nothing(op: Any) -> None:
         assert not any(any(a.spread) or a.own for a in recorder.record.steps[0].arrays)
 
 
+CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "threshold": lambda h: h.masked_fill(h < h.topk(3).values[:, -1:], 0.0),
+    "histogram": lambda h: h * torch.histc(h.argmax(-1).float(), 8, 0, 7).cumsum(0).int(),
+    "count": lambda h: h * (h > 0).bfloat16().sum(-1, keepdim=True).int(),
+    "places": lambda h: h * ((one := F.one_hot(h.argmax(-1)).float()).cumsum(0) * one - 1).int(),
+    "product": lambda h: h * ((h > 0).float() @ torch.ones(8, 8)).int(),
+    "sums": lambda h: h * torch.zeros(8).index_add_(0, h.argmax(-1), torch.ones(5)).int(),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_choice_by_what_is_not_rounded_hides_no_bug(choice: str) -> None:
+    def run(scale: float) -> RunRecord:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+        with record(None, net) as recorder:
+            net[1](CHOICES[choice](net[0](torch.randn(5, 4))) * scale)
+        return recorder.record
+
+    first = polymp.compare(run(1.0), run(1.3)).first
+    assert first is not None
+    assert first.array.name == "mul"
+
+
 def test_random_numbers_are_the_same_in_all_probes() -> None:
     x = torch.rand(1000) + 1
     with record(None, probes=4) as recorder:

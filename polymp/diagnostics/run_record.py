@@ -324,9 +324,12 @@ def changes(x: Any, moved: Any, looks: Looks, xp: Any) -> Any:
 
 
 def spread(changed: Any, values: Sequence[float]) -> tuple[float, ...]:
-    """The root mean square over rows of `changes`, of an array with these values."""
-    squares = np.square(changed, dtype=np.float64).mean(0)
-    return tuple((np.sqrt(squares) * (values[AMAX] or 1.0)).tolist())
+    """The root mean square over rows of `changes`, of an array with these values.
+
+    It is not known if numbers of the runs are so far apart that float32 has no squares of them.
+    """
+    found = np.sqrt(np.square(changed, dtype=np.float64).mean(0)) * (values[AMAX] or 1.0)
+    return tuple(found.tolist()) if np.isfinite(found).all() else (math.inf,) * VALUES
 
 
 # --- files ---------------------------------------------------------------------------------------

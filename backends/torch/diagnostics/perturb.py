@@ -424,7 +424,10 @@ class Probes:
                     numbers.clamp_(t.min(), t.max())
                 self._put(t, self._move(t, numbers, by))
             if t is first and by is not None:
-                norm = torch.linalg.vector_norm(by)
+                top = (
+                    by.abs().amax().clamp_min_(torch.finfo(by.dtype).tiny)
+                )  # squares stay in range
+                norm = top * torch.linalg.vector_norm(by.div_(top))
                 if narrow:
                     moved = torch.linalg.vector_norm(t.detach())
                     norm = norm + rounding.of_operands(narrow) * moved

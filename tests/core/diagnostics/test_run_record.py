@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,14 @@ def test_how_far_rounding_moves_what_float64_alone_holds(tmp_path: Path, size: f
     (step,) = run_record.read(path).steps
     for one, two in zip(step.arrays, made, strict=True):
         assert one.spread == pytest.approx(two.spread, rel=1e-6, abs=0.0)
+
+
+@pytest.mark.parametrize("moved", [[1e30, 1.0], [3e38, -3e38], [0.0, 1e20]])
+def test_a_change_that_float32_has_no_square_of_is_not_known(moved: list[float]) -> None:
+    x, rows = np.float32([-1e-8, 1.0]), np.float32([moved, moved])
+    with np.errstate(over="ignore", invalid="ignore"):
+        changes = run_record.changes(x, rows, run_record.looks_of(2), np)
+    assert run_record.spread(changes, [1.0] * VALUES) == (math.inf,) * VALUES
 
 
 def test_without_probes_there_is_no_spread(tmp_path: Path) -> None:

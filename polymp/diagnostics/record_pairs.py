@@ -48,6 +48,7 @@ from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
 
 _ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
+_LEAST = 2.0**-126  # that float32 can tell, in which spreads are shares of the largest magnitude
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
@@ -402,7 +403,7 @@ class Pairs:
         noise = element * np.minimum(element / np.maximum(size, np.finfo(float).tiny), 1.0)
         allowed[..., ORDERLESS] += noise[..., None]
         low = np.where(
-            a.roundoff[i] == b.roundoff[j], 0.0, np.maximum(a.roundoff[i], b.roundoff[j])
+            a.roundoff[i] == b.roundoff[j], _LEAST, np.maximum(a.roundoff[i], b.roundoff[j])
         )
         stored = np.maximum(a.largest[i], b.largest[j]) + self.deviations * size / math.sqrt(3)
         allowed += np.multiply.outer(low * stored, np.ones(VALUES))

@@ -582,6 +582,23 @@ def test_a_choice_by_what_is_not_rounded_hides_no_bug(choice: str) -> None:
     assert first.array.name == "mul"
 
 
+@pytest.mark.parametrize("masked", [-1e30, torch.finfo(torch.float32).min])
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_an_additive_mask_is_no_difference_and_hides_none(masked: float, scale: float) -> None:
+    def run(silu: Callable[[torch.Tensor], torch.Tensor], scale: float = 1.0) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Linear(32, 32), torch.randn(2, 12, 32)
+        with torch.no_grad(), record(None, net) as recorder:
+            h = silu(net(x))
+            scores = h @ h.mT * scale
+            (scores + torch.full((12, 12), masked).triu(1)).softmax(-1) @ h
+        return recorder.record
+
+    found = polymp.compare(run(F.silu), run(lambda h: h * h.sigmoid(), scale))
+    assert "not judged" not in {row.verdict for row in found.rows}
+    assert (found.first and found.first.array.name) == (None if scale == 1 else "softmax")
+
+
 def test_random_numbers_are_the_same_in_all_probes() -> None:
     x = torch.rand(1000) + 1
     with record(None, probes=4) as recorder:

@@ -397,12 +397,12 @@ class Probes:
 
     def _follow(self, ran: Ran, result: object, results: list[torch.Tensor]) -> torch.Tensor | None:
         narrow = rounds_operands(ran, result)
-        runs = self._run(ran, narrow) if narrow or self._moved(ran.args, ran.kwargs) else []
         steps = ran.func.overloadpacket.__name__ in rounding.STEPS
         chosen = [steps or _is_chosen(t) for t in results]
-        turned = runs
-        if any(chosen) and runs and not ran.into:
-            turned = self._run(ran, narrow, rounding.FARTHER)
+        times = rounding.FARTHER if any(chosen) and not ran.into else 1
+        moves = narrow or self._moved(ran.args, ran.kwargs)
+        turned = self._run(ran, narrow, times) if moves else []
+        runs = self._run(ran, narrow) if turned and times > 1 and not all(chosen) else turned
         given = {*map(modes.storage_key, tensors(ran.args, ran.kwargs))}
         changed = {*map(modes.storage_key, ran.into)}
         norm, first = None, next((t for t in results if t.is_floating_point()), None)

@@ -558,6 +558,23 @@ def test_exact_ops_move_nothing(op: Any) -> None:
         assert not any(any(a.spread) or a.own for a in recorder.record.steps[0].arrays)
 
 
+def test_samples_of_what_a_mask_has_left_are_judged() -> None:
+    def run(seed: int) -> RunRecord:
+        torch.manual_seed(0)
+        net, table = nn.Linear(8, 16), nn.Embedding(16, 8)
+        x = torch.randn(4, 8)
+        torch.manual_seed(seed)
+        with torch.no_grad(), record(None, net) as recorder:
+            h = net(x)
+            h = h.masked_fill(h < h.topk(8).values[:, -1:], -torch.inf)
+            table(torch.multinomial(h.softmax(-1), 1))
+        return recorder.record
+
+    first = polymp.compare(run(0), run(1)).first
+    assert first is not None
+    assert first.array.name == "embedding"
+
+
 CHOICES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "threshold": lambda h: h.masked_fill(h < h.topk(3).values[:, -1:], 0.0),
     "histogram": lambda h: h * torch.histc(h.argmax(-1).float(), 8, 0, 7).cumsum(0).int(),

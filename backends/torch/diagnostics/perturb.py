@@ -424,9 +424,8 @@ class Probes:
                     numbers.clamp_(t.min(), t.max())
                 self._put(t, self._move(t, numbers, by))
             if t is first and by is not None:
-                top = (
-                    by.abs().amax().clamp_min_(torch.finfo(by.dtype).tiny)
-                )  # squares stay in range
+                # Relative to the largest, squares stay in the range of a dtype.
+                top = by.abs().amax().clamp_min_(torch.finfo(by.dtype).tiny)
                 norm = top * torch.linalg.vector_norm(by.div_(top))
                 if narrow:
                     moved = torch.linalg.vector_norm(t.detach())

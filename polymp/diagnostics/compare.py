@@ -7,7 +7,8 @@ Within one framework, calls are aligned by module path, direction, op and shape.
 one side has, as where a compiled program or another library fuses ops, is looked for by its values:
 it may be any array of that size on the other side, and where there is none it is passed over if
 what reads it has one. Between two frameworks all calls are matched so, by the numbers that do not
-depend on the order of the elements; a matrix and its transpose have the same.
+depend on the order of the elements; a matrix and its transpose have the same. The others count if
+they are so near that the order is the same.
 
 `record_pairs` has what a number may be off by.
 """

@@ -16,6 +16,7 @@ what it reads, as far as the magnitudes tell.
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections import Counter
@@ -49,6 +50,8 @@ from polymp.rules.vocabulary import vocabulary
 
 _ERROR = 2.0**-21  # of sums in float32, relative to the root mean square
 _LEAST = 2.0**-126  # that float32 can tell, in which spreads are shares of the largest magnitude
+_IN_ORDER = 0.5  # of the standard deviation: numbers that are off by less have one order
+_FAR = 20.0  # times what a mean is allowed to be off, and the root of the number of elements
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
@@ -339,12 +342,9 @@ class Pairs:
         if not self.by_values:
             self.partner |= calls
         self.twins: dict[int, int] = {}  # of the first run: the array of the other with its values
-        self.ordered: set[int] = set()  # of these, those that have the same order of elements
         for i in range(len(one.arrays)):
             if (j := self._twin_of(i, self.partner.get(i))) is not None:
                 self.twins[i] = j
-                if len(self.comparable(i, j)[0]) == VALUES:
-                    self.ordered.add(i)
         # Where a call was aligned wrongly, its twin is its partner, and the other one is left.
         taken = {*self.twins.values()}
         self.partner = {i: j for i, j in self.partner.items() if j not in taken} | self.twins
@@ -461,29 +461,24 @@ class Pairs:
     def _in_order(self, i: int, j: int, allowed: float) -> bool:
         """True if two arrays have their elements in the same order.
 
-        Between frameworks equal lengths may be other axes. Without any it is taken for granted
-        where the other numbers are `allowed` to be off by so much that they tell nothing; leading
-        axes may be one, if it is so in what the call reads.
+        Between frameworks leading axes may be one, and equal lengths other axes: the values tell
+        it, as numbers in another order are off by as much as those of any two arrays; and means
+        that are off by no more than is `allowed` are of elements that are not off by much more, or
+        in another order. Shapes without equal lengths tell it of arrays whose means tell nothing.
         """
-        mine, theirs = self.one.arrays[i].shape, self.other.arrays[j].shape
-        if not self.by_values:
-            # The gradient of a matrix may come as its transpose, which is turned later.
-            one = self.one.arrays[i]
-            turned = one.direction == BACKWARD and vocabulary().op(one.name).kind == "matmul"
-            return mine == theirs and not (turned and len({*mine}) < len(mine))
-        if allowed <= _ROUGH * max(self.one.rms[i], self.other.rms[j]):
-            return False
-        shape = max(mine, theirs, key=len)
-        lengths = [n for n in shape if n > 1]
-        if len({*lengths}) < len(lengths):
-            return False
-        known = not self.ordered.isdisjoint(self.one.arrays[i].reads)
-        # Of a shape whose axes are parts of another's, the products of leading lengths are some.
-        ends = [
-            {math.prod(shape[: at + 1]) for at in range(len(shape))} for shape in (mine, theirs)
-        ]
-        parts = ends[0] <= ends[1] or ends[1] <= ends[0]
-        return mine == theirs or (known and parts)
+        one, other, mine = self.one.arrays[i], self.other.arrays[j], self.one.values[i]
+        if self.by_values:
+            ends = [{*itertools.accumulate(a.shape, operator.mul)} for a in (one, other)]
+            off = ((mine - self.other.values[j])[PROJECTIONS.start :] ** 2).mean()
+            most = _IN_ORDER**2 * (mine[RMS] ** 2 - mine[MEAN] ** 2)
+            near = off < min(most, (_FAR * allowed) ** 2 * one.size)
+            lengths = [n for n in one.shape if n > 1]
+            vague = len({*lengths}) == len(lengths) and allowed > _ROUGH * mine[RMS]
+            same = vague and one.shape == other.shape
+            return bool(same or (near and (ends[0] <= ends[1] or ends[1] <= ends[0])))
+        # The gradient of a matrix may come as its transpose, which is turned later.
+        turned = one.direction == BACKWARD and vocabulary().op(one.name).kind == "matmul"
+        return one.shape == other.shape and not (turned and len({*one.shape}) < len(one.shape))
 
     def _twin_of(self, i: int, placed: int | None) -> int | None:
         """The array of the other run that has the values of one of the first; None without.

@@ -388,6 +388,20 @@ def test_two_frameworks_are_matched_by_values() -> None:
     assert found.first.other is not None, "beside the call that reads the same values"
 
 
+def test_numbers_in_each_others_place_are_found_between_frameworks() -> None:
+    """No sum over all elements changes, but the order is nearly the same."""
+
+    def exchanged(x: Any) -> Any:
+        made, order = x.ravel().copy(), np.argsort(x, axis=None)
+        made[order] = made[order.reshape(-1, 2)[:, ::-1].ravel()]  # each with the next larger one
+        return made.reshape(x.shape)
+
+    ran = arrays(changed(calls(4), 18, exchanged), 2, "bfloat16")
+    ran = [a._replace(shape=(2, 4, SIZE)) if a.shape == (8, SIZE) else a for a in ran]
+    one, other = record(arrays(calls(4), 1, "bfloat16")), record(ran, framework="jax", name="j")
+    assert first_of(polymp.compare(one, other)) == calls(4)[18][:2]
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_updates_of_one_parameter_stand_beside_each_other(swapped: bool) -> None:
     """As where two frameworks have Adam with another epsilon; each has its own names."""
@@ -406,7 +420,7 @@ def test_updates_of_one_parameter_stand_beside_each_other(swapped: bool) -> None
     assert found.first.one is not None
     assert found.first.other is not None
     assert {found.first.one.name, found.first.other.name} == {"blocks.0.weight", "p.weight"}
-    assert found.first.difference == pytest.approx(0.2, rel=0.01)
+    assert found.first.mean_difference == pytest.approx(0.2, rel=0.2)
     assert any(row is found.first for row in found.rows)
     same = record(stepped(1e-3, 2, "p."), framework="jax", name="jax.rec")
     assert polymp.compare(one, same).explained

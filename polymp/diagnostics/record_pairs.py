@@ -775,8 +775,9 @@ def _vouched_for(
     not for a loss, whose value it does not use.
     Two frameworks split the modules that both have into other calls, but have the same numbers
     where such a module, one of `shared`, hands them on.
-    One number may be the same by chance: it does not count if another call that reads the array is
-    neither vouched for nor `kept`.
+    Values may be the same by chance, far behind a fault: none vouch for an array if another call of
+    its pass that reads it is neither vouched for nor `kept`; one number does not if any such call
+    reads it.
     """
     inputs = dict(vouchers)  # and of those that are vouched for
     lone = {i for i in vouchers if side.arrays[i].size == 1}  # and those that these alone tell of
@@ -784,7 +785,6 @@ def _vouched_for(
     made = _made_of(side, {i: known & bit for i, bit in side.input_bits.items()})
     parts = [_group(a)[0] for a in side.arrays]
     for i in range(len(side.arrays) - 1, -1, -1):
-        open_ends = [r for r in side.readers[i] if r not in inputs and r not in kept]
         if i in kept or i in inputs:
             continue
         readers = side.readers[i]
@@ -797,11 +797,9 @@ def _vouched_for(
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
         told = [r for r in near or readers if r in inputs]
-        if told and lone.issuperset(told):
-            if open_ends:
-                continue
-            lone.add(i)
-        if told:
+        few = lone.issuperset(told)
+        if told and all(r in inputs or r in kept for r in (readers if few else near)):
+            lone |= {i} if few else set()
             inputs[i] = functools.reduce(operator.or_, (inputs[r] & made[i] for r in told))
     return {*inputs}
 

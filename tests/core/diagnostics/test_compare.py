@@ -403,6 +403,18 @@ def test_numbers_in_each_others_place_are_found_between_frameworks() -> None:
 
 
 @pytest.mark.parametrize("swapped", [False, True])
+def test_a_call_that_agrees_by_chance_hides_no_fault(swapped: bool) -> None:
+    """Behind the fault the signs are the same; the other call that reads it is not at fault."""
+    end: list[Call] = [("sign", "", np.sign, (3,)), ("add", "", np.add, (10, 11))]
+    one = record(arrays([*calls(2), *end], 1))
+    port = [(name, "", *call) for name, _, *call in calls(2)]
+    program = changed([*port, *end], 3, lambda x: x * 1.2)
+    other = record(arrays(program, 2), framework="jax", name="jax.rec")
+    found = polymp.compare(*((other, one) if swapped else (one, other)))
+    assert first_of(found)[0] == "linear"
+
+
+@pytest.mark.parametrize("swapped", [False, True])
 def test_updates_of_one_parameter_stand_beside_each_other(swapped: bool) -> None:
     """As where two frameworks have Adam with another epsilon; each has its own names."""
 

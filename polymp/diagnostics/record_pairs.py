@@ -781,7 +781,8 @@ def _vouched_for(
     """
     inputs = dict(vouchers)  # and of those that are vouched for
     lone = {i for i in vouchers if side.arrays[i].size == 1}  # and those that these alone tell of
-    known = functools.reduce(operator.or_, vouchers.values(), 0)
+    # An input without a counterpart is no part of what is known of a counterpart.
+    known = functools.reduce(operator.or_, (bits for bits in vouchers.values() if bits >= 0), 0)
     made = _made_of(side, {i: known & bit for i, bit in side.input_bits.items()})
     parts = [_group(a)[0] for a in side.arrays]
     for i in range(len(side.arrays) - 1, -1, -1):

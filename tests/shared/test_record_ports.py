@@ -290,3 +290,31 @@ def test_a_loss_that_jax_grad_leaves_out_is_no_difference(factor: float) -> None
     port(params, *(jnp.asarray(t.numpy()) for t in (x, y[:, :4])))
     for found in both_ways(recorder.record, port.record):
         assert found.explained == (factor == 1), str(found)
+
+
+def test_what_a_loss_is_multiplied_by_raises_no_alarm() -> None:
+    """In torch the gradient of a loss is made of constants; a port has their product at once."""
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    import polymp.jax
+    import polymp.torch
+
+    net = torch.nn.Linear(6, 6)
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    recorder = polymp.torch.record(None, net)
+    with recorder:
+        y = net(x)
+        ((y**2).sum() / 4 - 0.5 * (y - y.exp()).sum() / 4).backward()
+
+    def loss(p: Any, x: Any) -> Any:
+        y = x @ p["weight"].T + p["bias"]
+        return (y**2).sum() / 4 + (-0.5 * (y - jnp.exp(y))).sum() / 4
+
+    params = {name: jnp.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
+    port = polymp.jax.record(None, jax.value_and_grad(loss))
+    port(params, jnp.asarray(x.numpy()))
+    for found in both_ways(recorder.record, port.record):
+        assert found.explained, str(found)

@@ -760,8 +760,13 @@ def _losses(side: Side, other: Side) -> list[int]:
         numbers = (i for i in s.results if s.arrays[i].size == 1 and s.forward(i))
         return [i for i in numbers if not any(map(s.forward, s.readers[i]))]
 
-    graded = any(a.direction == BACKWARD for a in (*side.arrays, *other.arrays))
-    return ends(side) if graded and not ends(other) else []
+    # Another number, as a count of steps, is made of nothing that the backward pass reads; a norm
+    # of gradients is made of its results.
+    back = {i: 2 for i, a in enumerate(other.arrays) if a.direction == BACKWARD}
+    made = _made_of(other, {r: 1 for i in back for r in other.arrays[i].reads} | back)
+    graded = back or any(a.direction == BACKWARD for a in side.arrays)
+    own = [i for i in ends(other) if made[i] == 1 or not back]
+    return ends(side) if graded and not own else []
 
 
 def _vouched_for(

@@ -286,8 +286,8 @@ def test_a_loss_that_jax_grad_leaves_out_is_no_difference(factor: float) -> None
         return factor * ((x @ p["weight"].T + p["bias"] - y) ** 2).mean()
 
     params = {name: jnp.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
-    port = polymp.jax.record(None, jax.grad(loss))
-    port(params, *(jnp.asarray(t.numpy()) for t in (x, y[:, :4])))
+    port = polymp.jax.record(None, lambda p, x, y, n: (jax.grad(loss)(p, x, y), n + 1))
+    port(params, *(jnp.asarray(t.numpy()) for t in (x, y[:, :4])), jnp.float32(0))
     for found in both_ways(recorder.record, port.record):
         assert found.explained == (factor == 1), str(found)
 

@@ -322,8 +322,9 @@ def compare(
             raise RecordError(f"the records share no step: {', '.join(have)}.")
         # By how much rounding may have moved the arrays that the steps before have left.
         moved: dict[str, float] = {}
+        held: dict[str, str] = {}  # the names of these arrays in the other run
         for step in shared:
-            now = _compared(ours, theirs, step, numbered[step.number], modules, moved)
+            now = _compared(ours, theirs, step, numbered[step.number], modules, moved, held)
             if now is None:
                 assert found is not None
                 found.until = step.number
@@ -340,6 +341,8 @@ def compare(
                     known = not row.difference and row.verdict != UNJUDGED
                     most = row.allowed * row.array.values[RMS] if known else math.inf
                     moved[row.array.name] = max(most, moved.get(row.array.name, 0.0))
+                    if row.one is not None and row.other is not None:
+                        held[row.one.name] = row.other.name
     assert found is not None
     return found
 
@@ -380,6 +383,7 @@ def _compared(
     other: RecordedStep,
     modules: Mapping[str, str] | None,
     moved: Mapping[str, float],
+    held: Mapping[str, str],
 ) -> Comparison | None:
     """A step; None if it begins with nothing but arrays that were `moved` apart before it."""
     left = Side(one, int(ours.header.get("probes", 0)), {})
@@ -388,7 +392,7 @@ def _compared(
         empty = ours if not left.results else theirs
         raise RecordError(f"step {one.number} of {empty.name!r} has no calls to compare.")
     across = ours.header.get("framework") != theirs.header.get("framework")
-    pairs = record_pairs.Pairs(left, right, across)
+    pairs = record_pairs.Pairs(left, right, across, held)
     rows, first = pairs.rows()
     if not pairs.twins and (first is None or first.one is None or first.other is None):
         sides = (ours.name, left), (theirs.name, right)

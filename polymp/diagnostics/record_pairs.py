@@ -323,7 +323,7 @@ def _gain(a: RecordedArray, how: str, read: RecordedArray) -> float:
 class Pairs:
     """The arrays of two runs, matched."""
 
-    def __init__(self, one: Side, other: Side, ported: bool) -> None:
+    def __init__(self, one: Side, other: Side, ported: bool, held: Mapping[str, str]) -> None:
         self.one, self.other = one, other
         self.ported = ported  # True of two frameworks
         if one.compiled and other.compiled:  # no one knows how far rounding moves what both make
@@ -355,8 +355,11 @@ class Pairs:
         self.ends = self._ends()
         self.partner |= self.ends
         self.partners |= {*self.ends.values()}
+        # Weights that were `held` against each other in the step before, by their names.
+        inputs = {a.name: j for j, a in enumerate(other.arrays) if a.kind == INPUT}
         for i, array in enumerate(one.arrays):
             k = self._update_of(i) if array.kind == UPDATE else self._other_mask(i)
+            k = inputs.get(held.get(array.name, "")) if array.kind == INPUT else k
             if i not in self.partner and k is not None and k not in self.partners:
                 self.partner[i] = k
                 self.partners.add(k)

@@ -443,6 +443,24 @@ def test_updates_of_one_parameter_stand_beside_each_other(swapped: bool) -> None
     assert (found.explained, found.rows[-1].verdict) == (True, UNJUDGED), "no one knows"
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_weights_that_rounding_has_moved_apart_end_a_port_too(swapped: bool) -> None:
+    def steps(seed: int, apart: float, prefix: str, framework: str) -> RunRecord:
+        made = []
+        for factor in (1.0, 1.0 + apart):
+            program = [*calls(2), ("step", "blocks.0.linear", lambda w: w / 8, (1,))]
+            ran = arrays(changed(program, 1, lambda w, by=factor: w * by), seed)
+            ran[1] = ran[1]._replace(name=f"{prefix}weight")
+            ran[-1] = ran[-1]._replace(kind=UPDATE, name=f"{prefix}weight", source="")
+            made.append(ran)
+        return record(*made, framework=framework, name=framework)
+
+    pair = [steps(1, 0.0, "blocks.0.", "torch"), steps(2, 1e-4, "p.", "jax")]
+    found = polymp.compare(*(reversed(pair) if swapped else pair))
+    assert (found.explained, found.step) == (True, 0), str(found)
+    assert any("steps from 1 on" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_weight_that_one_run_leaves_as_it_is_is_named(frozen: int) -> None:
     """Of Adam's first updates, all of one size, another weight's differs in two elements alone."""

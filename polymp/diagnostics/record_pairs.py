@@ -674,16 +674,19 @@ class Pairs:
         at = mine.place(row.array)
         sources = {twins[s] for s in mine.arrays[at].reads if s in twins}
         computed = {s for s in sources if theirs.arrays[s].kind == RESULT}  # inputs have others
-        found: list[tuple[bool, bool, int]] = []
-        taken |= theirs.unjudged
-        for k in (k for s in computed or sources for k in theirs.readers[s] if k not in taken):
-            a = theirs.arrays[k]
+        made = _made_of(theirs, {s: 1 << n for n, s in enumerate(sources)})
+        whole = {k for k, bits in enumerate(made) if bits == (1 << len(sources)) - 1}
+        found: list[tuple[bool, bool, bool, int]] = []
+        readers = {k for s in computed or sources for k in theirs.readers[s]}
+        readers |= {k for s in sources for k in theirs.readers[s] if k in whole}
+        for k in readers - taken - theirs.unjudged:
+            a, part = theirs.arrays[k], k not in whole  # as a product without its bias
             size, name = a.size != row.array.size, not _alike(a, row.array)
             fits = not (size and name) if self.by_values else not name  # nor is one of another op
             if fits and a.direction == row.array.direction:
-                found.append((size, name, k))
-        size, name, k = min(found, default=(True, True, -1))
-        if not (size or name):
+                found.append((size, part, name, k))
+        size, part, name, k = min(found, default=(True, True, True, -1))
+        if not (size or part or name):
             pair = self._pair(*((at, k) if row.one is not None else (k, at)))
             return pair._replace(verdict=UNEXPLAINED)
         # What a row shows beside a call of the first run is of the other.

@@ -16,7 +16,7 @@ from polymp.diagnostics.record_pairs import ALONE, EXPLAINED, PASSED, UNJUDGED
 from polymp.diagnostics.run_record import INPUT, UPDATE, RecordedArray, RunRecord
 from polymp.errors import RecordError
 from tests.support import run_records
-from tests.support.run_records import Call, arrays, calls, record
+from tests.support.run_records import SIZE, Call, arrays, calls, normal, record
 
 NASTY = "</td><script>alert(1)</script>\x1b[31m"
 
@@ -412,6 +412,23 @@ def test_a_call_that_agrees_by_chance_hides_no_fault(swapped: bool) -> None:
     other = record(arrays(program, 2), framework="jax", name="jax.rec")
     found = polymp.compare(*((other, one) if swapped else (one, other)))
     assert first_of(found)[0] == "linear"
+
+
+def test_beside_a_call_stands_what_reads_all_that_it_reads() -> None:
+    """A product without the bias is off by the bias, too."""
+    given: list[Call] = [
+        (f"operand {n} of addmm", "", lambda n=n: normal(n, n), ()) for n in (1, SIZE, 4)
+    ]
+    one = [*given, ("addmm", "", lambda b, w, x: x @ w + b, (0, 1, 2))]
+    product: Call = "linear", "", lambda w, x: x @ w.T, (1, 2)
+    other = [*given, product, ("add", "", np.add, (0, 3))]
+    found = polymp.compare(
+        record(arrays(one)), record(arrays(other), framework="jax", name="jax.rec")
+    )
+    assert first_of(found)[0] == "addmm"
+    assert found.first is not None
+    assert found.first.other is not None
+    assert (found.first.verdict, found.first.other.name) == (ALONE, "add")
 
 
 @pytest.mark.parametrize("swapped", [False, True])

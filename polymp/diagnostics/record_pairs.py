@@ -555,7 +555,8 @@ class Pairs:
         """True if it is known that what a call of both runs reads is in the same order."""
         alike = row.one is not None and row.other is not None and _alike(row.one, row.other)
         reads = row.one.reads if row.one is not None and alike else ()
-        return all(r in self.ordered or self.one.sizes[r] == 1 for r in reads if r in self.twins)
+        pairs = ((r, self.twins[r]) for r in reads if r in self.twins and self.one.sizes[r] > 1)
+        return all(len(self.comparable(*pair)[0]) == VALUES for pair in pairs)
 
     def _reads_shared(self, row: Compared) -> bool:
         """True if both runs have an array, or one of those that it is made of first."""

@@ -478,7 +478,10 @@ _NO_NUMBERS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 def _settings(one: RecordedStep, other: RecordedStep) -> Iterator[tuple[str, str]]:
     """Settings of the same optimizers that differ, each with a clause on it."""
+    groups = [*other.settings.values()]
     for name, settings in one.settings.items():
+        if settings in groups:  # which may come in another order
+            continue
         for key, value in settings.items():
             there = other.settings.get(name, {}).get(key, value)
             numbers = isinstance(value, (int, float)) and isinstance(there, (int, float))

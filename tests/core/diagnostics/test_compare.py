@@ -640,10 +640,15 @@ def test_optimizers_are_compared(kind: str, differ: str) -> None:
     assert found.explained == (kind != "AdamW 1")
     told = " ".join(str(found).split())
     assert (f"THE OPTIMIZERS DIFFER: {differ}. Rounding explains all" in told) == bool(found)
-    for key, there in ("fused", True), ("eps", 1e-8 * (1 + 1e-15)), ("decay", 1.0):
-        settings = {kind: {"eps": 1e-8, key: there}}
-        other = pair[1]._replace(steps=(pair[1].steps[0]._replace(settings=settings),))
-        assert polymp.compare(pair[0], other).explained
+    given = {"lr": 1e-3, "eps": 1e-8}
+    for other in (
+        {kind: given | {"fused": True}},
+        {kind: given | {"eps": 1e-8 * (1 + 1e-15)}},
+        {kind: given | {"decay": 1.0}},
+        {kind: given | {"lr": 1.0}, "AdamW 2": given},
+    ):
+        again = pair[1]._replace(steps=(pair[1].steps[0]._replace(settings=other),))
+        assert polymp.compare(pair[0], again).explained
 
 
 def test_a_folder_is_no_record(tmp_path: Path) -> None:

@@ -499,8 +499,7 @@ class Pairs:
         fits = [j for _, j in self._with_values(i, self.other.groups.get(_group(array)))]
         fits = [j for j in fits if _alike(self.other.arrays[j], array)] or fits
         if placed is not None:
-            module = self.one.modules[i]
-            fits = [j for j in fits if self.other.modules[j] == module and self.one.rms[i]]
+            fits = [j for j in fits if self.one.rms[i] and self._near(i, j)]
         return next(iter(fits), None)
 
     def _has_twin(self, j: int) -> bool:
@@ -521,12 +520,16 @@ class Pairs:
         ]
 
     def _near(self, i: int, j: int) -> bool:
-        """True if two arrays may be of one call: not in other modules, of those that both have."""
+        """True if two arrays may be of one call: not in other modules, of those that both have.
+
+        What a module makes may be made in the one around it, as where a scale is taken out.
+        """
         pair = self.one.arrays[i], self.other.arrays[j]
         if RESULT not in [a.kind for a in pair] or any(map(_is_returned, pair)):
             return True
         modules = {self.one.modules[i], self.other.modules[j]}
-        return len(modules) == 1 or not modules <= self.shared
+        outer, inner = min(modules, key=len), max(modules, key=len)
+        return outer in (inner, inner.rpartition(".")[0]) or not modules <= self.shared
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""

@@ -979,6 +979,21 @@ def test_folded_weights_are_no_difference_and_hide_none() -> None:
     assert (found.first.array.kind, found.first.array.module) == (INPUT, "3")
 
 
+def test_a_scale_that_is_taken_out_around_a_module_is_no_difference_and_hides_none() -> None:
+    def run(scale: float, taken_out: float) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8, bias=False)), torch.randn(4, 8)
+        with record(None, net) as recorder, torch.no_grad():
+            h = net[0](x)
+            h = net[1](h if scale == 1 else h * scale)
+            h if taken_out == 1 else h / taken_out
+        return recorder.record
+
+    found = polymp.compare(run(1, 1), run(3, 3))
+    assert found.explained, str(found)
+    assert not polymp.compare(run(1, 1), run(3, 4)).explained
+
+
 def test_a_mask_that_one_run_makes_is_not_the_first_that_differs() -> None:
     def run(fused: bool, eps: float = 1e-5) -> RunRecord:
         torch.manual_seed(0)

@@ -821,9 +821,9 @@ def _vouched_for(
 
 
 def _telling_nothing(side: Side, kept: set[int]) -> set[int]:
-    """Calls whose result a program prints, and those of which only noise is made.
+    """Calls that make a number which a program prints, and those of which only noise is made.
 
-    Nothing reads a result that it prints, and it has another end, which is kept or which the
+    Nothing reads a number that it prints, and it has another end, which is kept or which the
     backward pass reads.
     """
     calls = ((i, side.arrays[i]) for i in side.results)
@@ -834,7 +834,8 @@ def _telling_nothing(side: Side, kept: set[int]) -> set[int]:
     found = {i for i in kept - side.unjudged if not side.above_noise(i)}
     for i in sorted({*side.results} - kept, reverse=True):
         readers = side.readers[i]
-        if found.issuperset(readers) and (readers or (prints and i in forward)):
+        printed = prints and i in forward and side.sizes[i] == 1
+        if found.issuperset(readers) and (readers or printed):
             found.add(i)
     return found
 

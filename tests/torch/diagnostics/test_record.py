@@ -886,6 +886,23 @@ def test_what_a_program_prints_is_no_difference_and_hides_none(eps: float, frame
         assert found.first is None or found.first.array.name == "layer_norm"
 
 
+def test_one_result_that_agrees_does_not_hide_another() -> None:
+    def run(eps: float) -> RunRecord:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16, eps=eps), nn.Linear(16, 5))
+        with record(None, net) as recorder, torch.no_grad():
+            z = net[0](torch.randn(6, 8))
+            z.square().mean()
+            net[2](net[1](z))
+        return recorder.record
+
+    other = run(1e-2)
+    other.header["framework"] = "other"
+    found = polymp.compare(run(1e-5), other)
+    assert found.first is not None
+    assert found.first.array.name == "layer_norm"
+
+
 @pytest.mark.parametrize("framework", ["torch", "other"])  # between two, values match the calls
 @pytest.mark.parametrize("smoothing", [1e-3, 0.1])
 def test_another_loss_is_named_beside_a_gradient_that_is_mere_rounding(

@@ -154,13 +154,6 @@ def test_float16_gradients_are_refused_unless_asked_for_and_nothing_has_changed(
         assert (bits(first.grad), bits(p.grad)) == before
 
 
-def test_float16_entries_of_one_place_that_overflow_when_added_up_are_found() -> None:
-    p = torch.zeros(4, dtype=torch.float16, requires_grad=True)
-    each = torch.full((2,), 60000.0, dtype=torch.float16)
-    p.grad = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), each, (4,))
-    assert unscaled(ready(), [p])
-
-
 @pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
 @pytest.mark.filterwarnings("ignore:.*in beta state:UserWarning")
 def test_compressed_gradients(layout) -> None:

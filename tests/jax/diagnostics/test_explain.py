@@ -144,15 +144,6 @@ MINE_SCOPED = polymp.policy("amp").override(
 )
 
 
-def scoped(x: Any) -> Any:
-    with jax.named_scope("head"):
-        x = jax.nn.softmax(x @ W)
-    for i in range(2):
-        with jax.named_scope(f"body/{i}"):
-            x = jnp.exp(x @ W)
-    return x.sum()
-
-
 class Net(nnx.Module):
     def __init__(self) -> None:
         self.head = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
@@ -169,16 +160,6 @@ class Written(linen.Module):
     @linen.compact
     def __call__(self, x: Any) -> Any:
         return linen.Dense(8, name="body")(jnp.exp(linen.Dense(8, name="head")(x))).sum()
-
-
-def test_rows_of_scopes_are_those_of_the_name_scopes() -> None:
-    for report in (
-        explain(scoped, X, dtype="float16", policy=MINE_SCOPED),
-        explain(jax.grad(autocast(scoped, dtype="float16", policy=MINE_SCOPED)), X),
-    ):
-        (linear, *_) = (c for c in report.of("linear") if c.module == "head")
-        assert (linear.rule, linear.row.scope, linear.run) == ("fp32", "head", "float32")
-        assert {c.row.scope for c in report.of("exp") if c.row} == {"body.*"}
 
 
 @pytest.mark.parametrize("of", ["module", "method", "argument", "linen"])

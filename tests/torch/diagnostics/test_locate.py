@@ -150,7 +150,7 @@ def test_random_numbers_of_numpy_and_python_are_put_back() -> None:
 
     before = random.getstate(), np.random.get_state()[1].tolist()  # type: ignore[index]
     fault: Any = locate(step)
-    assert "was tried and is finite" in fault.remedy
+    assert fault.remedy.startswith("Give mul the rule fp32, with which this step was tried and is")
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before  # type: ignore[index]
 
 
@@ -167,6 +167,8 @@ def test_a_row_that_is_masked_as_a_whole_is_told_alike() -> None:
     for fault in (locate(step, x), audit.fault):
         assert fault is not None
         assert (fault.op, fault.kind) == ("softmax", "operation")
+        assert fault.why.startswith("its result is NaN, from infinities that the program has")
+    assert locate(step, torch.eye(2)) is None, "no row is masked as a whole"
 
 
 def test_a_replay_that_puts_nothing_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,18 +206,9 @@ def test_a_step_that_raises_for_a_value_it_made_is_explained() -> None:
     assert (found.op, found.kind) == ("mul", "overflow")
 
 
-def test_nothing_is_found_in_a_healthy_step_nor_in_a_mask() -> None:
+def test_nothing_is_found_in_a_healthy_step() -> None:
     training = Training("transformer", "fp16")
     assert locate(training.step, model=training.model) is None
-
-    def masked(x: torch.Tensor) -> torch.Tensor:
-        return x.masked_fill(x < 0, -math.inf).softmax(-1)
-
-    assert locate(masked, torch.randn(3, 4)) is None
-    fault = locate(masked, -torch.ones(3, 4))
-    assert fault is not None, "rows that are masked as a whole are NaN"
-    assert (fault.op, fault.kind) == ("softmax", "operation")
-    assert fault.why.startswith("its result is NaN, from infinities that the program has")
 
 
 def test_the_fault_of_an_overflow_in_full() -> None:
@@ -526,12 +519,6 @@ def overflowing(x: torch.Tensor) -> torch.Tensor:
     """A step whose products are beyond float16, in a region of torch's own."""
     with torch.autocast("cpu", torch.float16):
         return (x @ x) * 1e4
-
-
-def test_a_remedy_is_tried_in_regions_of_torch_too() -> None:
-    fault: Any = locate(overflowing, torch.full((2, 2), 10.0))
-    assert (fault.op, fault.row) == ("mul", None)
-    assert fault.remedy.startswith("Give mul the rule fp32, with which this step was tried and is")
 
 
 @pytest.mark.parametrize("why", ["the batches end", "it is made for its dtypes"])

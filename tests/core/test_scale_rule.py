@@ -76,8 +76,6 @@ def test_without_a_word_on_the_loss_it_counts_as_finite() -> None:
         assert step(THREE, state, finite) == step(THREE, state, finite, loss_finite=True)
 
 
-# --- what holds of every history -----------------------------------------------------------------
-
 findings = st.lists(st.sampled_from([GOOD, GOOD, OVERFLOW, LOST, LOST_ALONE]), max_size=40)
 rules = st.builds(
     ScaleRule,
@@ -113,9 +111,6 @@ def test_products_are_rounded_as_float32_stores_them() -> None:
     assert abs(Fraction(after.scale) - Fraction(3.0 * 1.1)) <= Fraction(2**-23)
 
 
-# --- constants that are checked ------------------------------------------------------------------
-
-
 def test_what_is_checked_comes_back_as_floats_and_ints() -> None:
     given = ScaleRule(2, Fraction(1, 2), 5.0, 1, 0.1 + 1, 3.0)
     after = checked(given)
@@ -143,8 +138,6 @@ def test_a_first_scale_may_lie_beyond_the_widest_bounds(value: float) -> None:
     assert step(ScaleRule(), first, False).scale >= SMALLEST
     assert step(ScaleRule(backoff=0.1), first, False).scale <= LARGEST
 
-
-# --- states that are saved and loaded ------------------------------------------------------------
 
 RULE, STATE = ScaleRule(3.0, 0.25, 7, 1.0, 64.0, 2), ScaleState(12.0, 4, 5, 3, 9)
 

@@ -27,9 +27,6 @@ for _case in cases.rows():
 by_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 
 
-# --- dtypes --------------------------------------------------------------------------------------
-
-
 def arrays(fw: Any, case: Case) -> list[Any]:
     return [fw.array(v, f) for v, f in zip(cases.values(case.op), case.dtypes, strict=True)]
 
@@ -91,9 +88,6 @@ def test_float16_keeps_what_the_next_op_needs(fw: ModuleType, name: str, policy:
     rounded = fw.numbers(fw.cast(fw.ops[name](*values), "float16"))
     assert not np.isfinite(rounded).all() or (rounded == 0).any(), "float16 holds it"
     assert np.isfinite(fw.numbers(region(fw.name, "float16", policy)(sizes)(*values))).all()
-
-
-# --- values ---------------------------------------------------------------------------------------
 
 
 def valued(op: Op) -> list[Case]:

@@ -324,9 +324,6 @@ def test_one_name_for_both_frameworks() -> None:
                 assert found[0] == found[1]
 
 
-# --- transformations ------------------------------------------------------------------------------
-
-
 def _in_torch(way: str) -> tuple[Any, Any, Any, Any]:
     fw, op = made(way)
     import torch
@@ -423,9 +420,6 @@ def test_jax_transformations(way: str) -> None:
         for grad in grads:
             assert grad.dtype == "float32"
             assert np.allclose(grad, 2 * x + 1, atol=8 * FORMATS[low].eps)
-
-
-# --- errors ---------------------------------------------------------------------------------------
 
 
 def state() -> Any:
@@ -593,8 +587,6 @@ def test_one_wrong_side_leaves_nothing_of_the_other() -> None:
         lambda: polymp.register_op(name, "fp32", torch=f"{name}::nix", jax=lambda x: x),
     )
 
-
-# --- when it is registered late -------------------------------------------------------------------
 
 # What was compiled or traced before it was registered stays as it is.
 LATE = {

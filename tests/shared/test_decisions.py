@@ -136,9 +136,6 @@ def test_a_disabled_region_and_no_region_decide_nothing(fw: Any) -> None:
     assert {call.row for call in report} == {None}
 
 
-# --- torch ----------------------------------------------------------------------------------------
-
-
 def test_a_policy_first_used_in_an_explanation_works_after_it(torch: Any) -> None:
     x = torch.tensor(X, dtype=torch.bfloat16)
     low = torch.bfloat16

@@ -102,9 +102,6 @@ def test_parity_notices_operands_that_are_quantised_otherwise(monkeypatch):
         assert_parity(torch_layers, jax_layers, arrays, policy="fp8", float32_first=False)
 
 
-# --- A training with products in 8 bits goes on from a checkpoint with the bits of an unbroken one
-
-
 STEPS, CUT = 6, 3
 
 

@@ -30,9 +30,6 @@ def fault_of(fw: ModuleType, fn: Callable[..., Any], *args: Any) -> Fault:
     return fault
 
 
-# --- locate ---------------------------------------------------------------------------------------
-
-
 def test_a_healthy_call_has_no_fault(fw: ModuleType, capsys: Any) -> None:
     x = fw.array(np.ones(3))
     assert backend(fw).locate(lambda x: fw.xp.exp(x) * 2, x) is None
@@ -69,9 +66,6 @@ def test_a_probability_that_a_low_dtype_rounds_to_1(fw: ModuleType, dtype: str) 
     sigmoid = import_module("torch" if fw.name == "torch" else "jax.nn").sigmoid
     fault = fault_of(fw, lambda x: functions.log(1 - sigmoid(x)), fw.array([-9.0, 9.0], dtype))
     assert (fault.op, fault.kind) == ("sigmoid", "saturation")
-
-
-# --- audit ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -169,9 +163,6 @@ def test_an_overflow_that_an_op_takes_up_is_in_its_row(fw: ModuleType, taken: st
     assert product.inf
     assert product.burst == product.shares("float16").overflow == 1
     assert {"torch": "matmul", "jax": "linear"}[fw.name] in found.suggest("amp").rules
-
-
-# --- gradients that vanish in float16: what an audit says of them ---------------------------------
 
 
 WEIGHTS = ((32, 64), (64, 64), (64, 4))

@@ -157,9 +157,6 @@ def test_the_columns_show_the_same_place(at: int, changed: Any, op: str, line: s
     )
 
 
-# --- the size of a tolerance ---------------------------------------------------------------------
-
-
 def test_an_eps_of_1e_6_is_told_from_1e_5_in_a_block() -> None:
     given = block_inputs(0)
     assert assert_parity(torch_block(), jax_block(), given, dtype=None, probes=6).margin > 1

@@ -286,9 +286,6 @@ def test_nothing_is_found_where_nothing_was_planted(case: Planted) -> None:
         assert not audit.suggest(base=training.policy), str(audit.suggest(base=training.policy))
 
 
-# --- single steps ---------------------------------------------------------------------------------
-
-
 class Single(NamedTuple):
     """A step that breaks of `tests.support.faults.steps_torch`; complex ones also `steps_jax`."""
 

@@ -316,9 +316,6 @@ COLUMNS: dict[str, Column] = {
 }
 
 
-# --- the tests -----------------------------------------------------------------------------------
-
-
 def all_alike(all_: list[History], expected: list[States], found: list[States]) -> None:
     """Raise with the first history in which the states differ, up to the event where they do."""
     assert len(all_) == len(expected) == len(found)

@@ -214,9 +214,6 @@ def rows() -> tuple[Row, ...]:
     return tuple(found)
 
 
-# --- what the rows say ----------------------------------------------------------------------------
-
-
 def one_op(name: str) -> str:
     """The op of the vocabulary that a shared op is in both frameworks; "" if it is several."""
     here, there = (made_of(framework)[name] for framework in FRAMEWORKS)

@@ -57,9 +57,6 @@ def test_a_bad_row_of_steps_does_not_kill_the_run_and_is_named(name: str, kill: 
     assert not any(said[0] in it.said[0] for other, said in SAID.items() if other != kill)
 
 
-# --- the page ------------------------------------------------------------------------------------
-
-
 def test_the_page_has_what_the_programs_print() -> None:
     for subject in SUBJECTS.values():
         need(subject.framework)

@@ -30,9 +30,6 @@ def loaded(path: Path) -> Any:
     return importlib.import_module("yaml").safe_load(path.read_text(encoding="utf-8"))
 
 
-# --- the map --------------------------------------------------------------------------------------
-
-
 CORE = {"fp8", "scaling", "weights"}  # modules, not folders
 DOORS = {"jax", "keras", "lightning", "accelerate", "transformers"}  # likewise
 
@@ -60,9 +57,6 @@ def test_the_map_has_every_room(path: Path) -> None:
     for name in ("torch", "jax"):
         inner = {p.parent.name for p in (ROOT / "backends" / name).glob("*/__init__.py")}
         assert {*re.findall(r"`(\w+)`", " ".join(backends))} == inner
-
-
-# --- commands, versions, addresses ----------------------------------------------------------------
 
 
 def test_the_commands_are_targets_of_the_makefile() -> None:
@@ -99,9 +93,6 @@ def test_the_versions_are_said_as_they_are() -> None:
         assert f"{called} {supported}" in (ROOT / "README.md").read_text(encoding="utf-8")
         (asked,) = (r for r in PROJECT["optional-dependencies"][name] if r.startswith(name))
         assert asked.partition(";")[0].strip() == f"{name}{versions.SUPPORTED[name]}"
-
-
-# --- the Makefile ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["pytest", "test-long"])

@@ -186,8 +186,6 @@ def test_the_addresses_of_the_project_lead_to_its_repository() -> None:
             assert (ROOT / address.removeprefix(REPOSITORY)).is_file(), name
 
 
-# --- the pages on the scaler ----------------------------------------------------------------------
-
 SCALING = ROOT / "docs" / "scaling.md"
 
 

@@ -222,9 +222,6 @@ def test_all_dtypes_learn_as_much_from_the_same_weights(
     assert len({tuple(one["train_loss"][:6]) for one in runs.values()}) == 3
 
 
-# --- one run --------------------------------------------------------------------------------------
-
-
 def losses(parts: Any, *argv: str) -> Any:
     flags = parts.job.parser("train_torch.py", "", parts.job.SMALL)
     args = parts.job.arguments(flags, [*TINY, *argv, "--quiet"])

@@ -66,9 +66,6 @@ def site(written: Path) -> Path:
     return out
 
 
-# --- what is built --------------------------------------------------------------------------------
-
-
 class Html(HTMLParser):
     """A page's links, the files that it loads, and the names of its parts."""
 
@@ -148,15 +145,9 @@ def test_a_picture_has_a_form_for_each_palette(site: Path, written: Path) -> Non
     assert "<picture>" not in page
 
 
-# --- links ----------------------------------------------------------------------------------------
-
-
 def test_a_dead_link_out_of_the_folder_is_refused(pages: ModuleType) -> None:
     with pytest.raises(FileNotFoundError, match=r"^docs/index\.md: no file \.\./none\.py$"):
         pages.linked("docs/index.md", "[a](../none.py)", set())
-
-
-# --- tables ---------------------------------------------------------------------------------------
 
 
 def listed(page: str) -> dict[tuple[str, str], str]:
@@ -195,9 +186,6 @@ def test_the_vocabulary_has_every_op(pages: ModuleType) -> None:
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == [
         op.name for kind in vocabulary().kinds for op in vocabulary().members(kind)
     ]
-
-
-# --- the API --------------------------------------------------------------------------------------
 
 
 def letters(text: str) -> str:
@@ -255,9 +243,6 @@ def test_a_public_name_without_a_docstring_is_refused(pages: ModuleType, tmp_pat
         with pytest.raises(LookupError, match=r"^some has no g$"):
             pages.definition("some", "g")
     pages._tree.cache_clear()
-
-
-# --- pictures -------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

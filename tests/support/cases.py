@@ -494,8 +494,6 @@ def _why(case: Case, torch: str, jax: str) -> str:
     return op.why
 
 
-# --- numbers --------------------------------------------------------------------------------------
-
 _RANGES = {"grid": (-32, 33), "positive": (4, 33), "unit": (-14, 15), "share": (2, 15),
            "large": (24, 49)}  # fmt: skip
 # What no op here rounds more often to float32, library functions included.

@@ -48,9 +48,6 @@ def batch(step: int, kind: str) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-# --- torch ---------------------------------------------------------------------------------------
-
-
 class Torch:
     """A linear model, SGD and a scaler, in torch."""
 
@@ -94,9 +91,6 @@ def torch_amp() -> Torch:
     import torch
 
     return Torch(torch.amp.GradScaler("cpu", growth_interval=INTERVAL))
-
-
-# --- jax -----------------------------------------------------------------------------------------
 
 
 def _loss(params: Any, x: Any, y: Any, kind: str) -> Any:
@@ -227,9 +221,6 @@ SUBJECTS = {
 }
 
 
-# --- one program ---------------------------------------------------------------------------------
-
-
 class Outcome(NamedTuple):
     finite: bool  # every parameter is finite at the end
     first: float  # the scale before what would kill the run
@@ -275,9 +266,6 @@ def run(make: Callable[[], Any], kill: Kill) -> Outcome:
 
 def error(it: Any) -> float:
     return float(np.abs(it.weights() - np.float32([1, -2, 3, 0.5, 0.25])).max())
-
-
-# --- the tables ----------------------------------------------------------------------------------
 
 
 def shown(scale: float) -> str:

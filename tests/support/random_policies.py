@@ -209,9 +209,6 @@ def contradicts(policy: Policy, program: Module) -> bool:
     return False
 
 
-# --- a decider that is wrong, which must be noticed -----------------------------------------------
-
-
 def mistakes(
     seed: int,
     policy: Policy,
@@ -246,9 +243,6 @@ def no_scopes(policy: Policy, op: str, dtypes: Sequence[str], region: Region) ->
 
 
 WRONG: dict[str, Decide] = {"no scopes": no_scopes}
-
-
-# --- registering for a while ----------------------------------------------------------------------
 
 
 @contextmanager

@@ -53,8 +53,6 @@ def test_widest_of_nothing():
         widest([])
 
 
-# --- names ---------------------------------------------------------------------------------------
-
 WRITE = (
     "Write float8_e4m3fn (fp8_e4m3), float8_e5m2 (fp8_e5m2), float16 (fp16), bfloat16 (bf16), "
     "float32 (fp32), float64 (fp64), or such a dtype of torch, jax or numpy."

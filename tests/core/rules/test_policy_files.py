@@ -59,9 +59,6 @@ def refusal(source):
     return str(error.value)
 
 
-# --- where policies come from ---------------------------------------------------------------------
-
-
 def test_a_file_by_path_by_string_and_as_data(folder):
     path = folder / "own.toml"
     path.write_text(OWN)
@@ -103,9 +100,6 @@ def test_a_shipped_one_is_what_its_file_says(folder):
     assert load("torch-cpu").why("mm", "float16").row == Row("mm", Rule.LOWER)
     assert load("torch-cpu").halves == "raise"
     assert load("amp").halves == "widen"
-
-
-# --- extends --------------------------------------------------------------------------------------
 
 
 def test_extending_a_shipped_one():
@@ -181,8 +175,6 @@ def test_extending_itself(folder):
 def test_extending_what_is_not_there(folder, extends, message):
     assert refusal({"name": "own", "extends": extends}) == message
 
-
-# --- faults in a file -----------------------------------------------------------------------------
 
 ALONE = "op 'mm' has rules for dtypes alone; put the rest there."
 KEYS = "name, summary, extends, halves, fp8, few_rows, rules, scopes"
@@ -343,8 +335,6 @@ def test_an_unknown_name(name, hint):
         f"no policy {name!r}.{hint} Shipped: {', '.join(SHIPPED)}; a file's name ends in .toml."
     )
 
-
-# --- reading --------------------------------------------------------------------------------------
 
 SELECTORS = [
     *("mm", "linear", "softmax", "sum", "class:matmul", "class:softmax", "default"),

@@ -241,9 +241,6 @@ def test_a_class_in_one_dtype_replaces_its_ops_in_that_dtype(low):
         assert policy.why(op, other).rule is Rule.FP32
 
 
-# --- override -------------------------------------------------------------------------------------
-
-
 def test_override_by_each_of_its_words():
     amp = load("amp")
     mine = amp.override(

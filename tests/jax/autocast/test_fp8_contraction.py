@@ -141,9 +141,6 @@ def test_gradients_of_a_scaled_loss_are_finite(name, scale):
     assert off(jax.tree.map(lambda g: g / scale, scaled), plain) <= (0 if scale != 100 else 0.1)
 
 
-# --- transformations ------------------------------------------------------------------------------
-
-
 # XLA's float32 products, which other forms use, add up in another order in another program.
 one_order = forms.lowered_as("row_by_row")
 
@@ -263,9 +260,6 @@ def test_sharded_programs(name):
     assert max(seen[way] for way in seen if way.startswith("mesh")) <= 1e-5
     if name == "tensorwise":
         assert apart > 1e-2, "the check can tell them apart"
-
-
-# --- programs -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])

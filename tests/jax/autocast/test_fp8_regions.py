@@ -20,9 +20,6 @@ from tests.support.sizes import LONG, size
 X, W = jnp.ones((32, 64)), jnp.ones((64, 48))
 
 
-# --- what is told of products ---------------------------------------------------------------------
-
-
 def test_one_product_of_a_model_in_8_bits_is_told():
     report = explain(jax.grad(autocast(loss, policy=policy("rowwise"))), layers(), batch())
     products = report.of("linear")
@@ -33,9 +30,6 @@ def test_one_product_of_a_model_in_8_bits_is_told():
 def test_float16_is_refused():
     with pytest.raises(PolicyError, match="needs a region of dtype bfloat16, not float16"):
         autocast(loss, policy="fp8", dtype="float16")
-
-
-# --- the first and the last product ---------------------------------------------------------------
 
 
 class Three(nnx.Module):
@@ -62,8 +56,6 @@ def test_freeze_leaves_the_weights_of_8_bit_products():
     assert "quantises it to 8 bits" in serve.kept["['w0']"]
     assert serve(served, batch()) == fn(params, batch())
 
-
-# --- planted Inf and NaN --------------------------------------------------------------------------
 
 BAD = (np.inf, -np.inf, np.nan)
 PLACES = [
@@ -151,9 +143,6 @@ def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
         step.cache_clear()
 
 
-# --- what is saved for the backward pass ----------------------------------------------------------
-
-
 def test_bytes_saved_by_a_block_of_a_llama():
     graph, params = nnx.split(Llama(256, 704, 8))
     inputs = params, jnp.ones((2, 128, 256))  # of a block inside a model, x has a gradient, too
@@ -165,9 +154,6 @@ def test_bytes_saved_by_a_block_of_a_llama():
     found = {name: saved(policy(name)) / saved("amp") for name in NAMES}
     assert max(found["tensorwise"], found["rowwise"]) <= 0.65
     assert found["rowwise_gw_hp"] <= saved("lean") / saved("amp"), "activations are bfloat16"
-
-
-# --- training -------------------------------------------------------------------------------------
 
 
 @pytest.mark.one_in(3)
@@ -262,9 +248,6 @@ def test_a_device_that_cannot(monkeypatch, device, why):
     """The product runs here; that the device is another one is what the rules are told."""
     monkeypatch.setattr("polymp.backends.jax.compat.device_type", lambda: device)
     falls_back(jnp.matmul, (X, W), why)
-
-
-# --- sparse arrays --------------------------------------------------------------------------------
 
 
 def test_a_product_of_sparse_arrays_has_no_row():

@@ -39,9 +39,6 @@ def compiled(fn: Any, *args: Any) -> str:
     return jax.jit(fn).lower(*args).compile().as_text()
 
 
-# --- dtypes and values ---------------------------------------------------------------------------
-
-
 @pytest.fixture
 def fw() -> ModuleType:
     return frameworks.load("jax")
@@ -58,8 +55,6 @@ def test_shared_ops_have_the_dtypes_and_values_of_the_table(fw: ModuleType, op: 
     ]
     assert [words for words in far if words] == []
 
-
-# --- convolutions ---------------------------------------------------------------------------------
 
 NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 IMAGES = (8, 32, 32, 64)
@@ -100,9 +95,6 @@ def test_a_convolution_and_both_gradients_run_low(name: str, low: str) -> None:
     for got, true in zip(jax.jit(ours)(x, w), exact, strict=True):
         size = float(jnp.linalg.norm(true))
         assert float(jnp.linalg.norm(got.astype(jnp.float32) - true)) < 0.02 * size
-
-
-# --- products -------------------------------------------------------------------------------------
 
 
 # What one rounding to nearest may change, relative to the result.
@@ -150,9 +142,6 @@ def test_what_devices_computed_of_one_product_is_rounded_once() -> None:
     assert error.max() <= 1.01 * ROUNDING["bfloat16"]
 
 
-# --- attention ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("low", LOW)
 def test_cudnn_attention_is_called_with_low_arguments(low: str) -> None:
     keys = jax.random.split(jax.random.key(0), 4)
@@ -194,8 +183,6 @@ def test_cudnn_attention_on_float32_says_what_to_write() -> None:
         attend(q)
     assert any("enabled=False" in note for note in caught.value.__notes__)
 
-
-# --- the scaler -----------------------------------------------------------------------------------
 
 ADAM = optax.adam(1e-3)
 

@@ -190,9 +190,6 @@ def test_amps_functions_of_libraries_are_all_called_above() -> None:
     assert {words.ops[op].kind for op in ruled - called} == {"iteration", "pooling"}
 
 
-# --- where they are called ------------------------------------------------------------------------
-
-
 def scanned(fn: Any) -> Any:
     return lambda x: lax.scan(lambda c, _: (c + 1, fn(c)), x, None, length=2)[1]
 
@@ -247,9 +244,6 @@ def test_a_gradient_from_outside_follows_the_call() -> None:
         assert np.array_equal(ours, theirs)
     plain = loss(softmax)(X)
     assert not np.array_equal(plain[1], loss(fn)(X)[1]), "nothing was rounded: the test is blind"
-
-
-# --- which of several -----------------------------------------------------------------------------
 
 
 def test_of_nested_functions_the_outermost_with_a_rule_decides() -> None:
@@ -345,9 +339,6 @@ def test_what_has_no_code_cannot_be_known() -> None:
         known_functions.Functions().add(np.sin, "sin")
 
 
-# --- dtypes --------------------------------------------------------------------------------------
-
-
 def test_a_gain_and_a_bias_do_not_say_what_comes_out() -> None:
     layers = {
         "nnx": nnx.LayerNorm(4, rngs=nnx.Rngs(0)),
@@ -391,8 +382,6 @@ def test_linear_algebra_runs_as_written() -> None:
     assert bits(autocast(f)(a, X)[0]) == bits(f(a, X)[0])
     assert traced(linalg.inv, X, policy={"rules": {"linalg_inv": "fp32"}}).ops == ["linalg_inv"]
 
-
-# --- scopes ---------------------------------------------------------------------------------------
 
 RULED = ("class:matmul", "softmax", "log_softmax")
 HEAD = {"rules": dict.fromkeys(RULED, "lower"), "scopes": {"*.head": dict.fromkeys(RULED, "fp32")}}
@@ -479,8 +468,6 @@ def test_a_region_inside_a_scope_has_its_own_policy() -> None:
 
     assert traced(f, X, policy=HEAD).out == ("float16", "float32")
 
-
-# --- sums over windows, and whole powers ----------------------------------------------------------
 
 SIDE = 56
 POOLS: dict[str, Callable[[Any], Any]] = {

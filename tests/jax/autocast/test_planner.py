@@ -302,9 +302,6 @@ def test_a_primitive_with_an_unknown_program_inside_runs_as_written_and_is_named
     assert out.dtype == jnp.float32
 
 
-# --- The cost of a rewrite, in calls of Python functions ------------------------------------------
-
-
 def chain(x: jax.Array, blocks: int) -> jax.Array:
     """A contraction, ops in float32 and others; five equations a block."""
     for _ in range(blocks):

@@ -142,8 +142,6 @@ def test_what_no_floats_went_into_does_not_widen(name, low):
     assert found == {"float32" if wide else low}
 
 
-# --- buffers --------------------------------------------------------------------------------------
-
 THIRD, ROWS = jnp.eye(8) / 3, jnp.linspace(-2, 2, 16).reshape(2, 8)
 
 

@@ -132,7 +132,6 @@ def test_tensorflow():
     assert np.abs(got - want).max() <= 0.03 * np.abs(want).max()
 
 
-# --- A symbolic zero stays one through the rewrite ------------------------------------------------
 #
 # A rule that asked for symbolic zeros is told the same ones as without autocast, forward and
 # backward, and what refuses a tangent is handed none.

@@ -21,8 +21,6 @@ from polymp.scaling import LARGEST, SMALLEST, ScaleRule, ScaleState
 from tests.conftest import need
 from tests.support.jax.scaler_tools import KINDS, bits, kinds
 
-# --- made, shown, taken apart --------------------------------------------------------------------
-
 
 def test_defaults_are_torchs():
     need("torch")
@@ -96,9 +94,6 @@ def test_it_shows_itself_with_something_else_for_a_state():
     assert repr(marked).startswith("GradScaler(scale='here', tracker='here', skips='here'")
     hole = jax.tree.unflatten(jax.tree.structure(ODD, is_leaf=lambda x: x is ODD.state), ["state"])
     assert repr(hole) == f"GradScaler(state='state', {SHOWN}"
-
-
-# --- what is saved -------------------------------------------------------------------------------
 
 
 def new() -> GradScaler:
@@ -198,9 +193,6 @@ def test_a_copy_of_one_that_is_donated_lives_on():
     assert whole(kept) == wanted
 
 
-# --- a first scale beyond the bounds -------------------------------------------------------------
-
-
 @pytest.mark.parametrize("first", [1e38, 3.4e38, 1e-40, 1e-45])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_a_first_scale_beyond_the_bounds_trains(first, wrap):
@@ -220,9 +212,6 @@ def test_a_first_scale_beyond_the_bounds_trains(first, wrap):
     w, scaler, finite = train(scaler, w, jnp.float32(jnp.inf))
     assert (w.tolist(), bool(finite)) == ([1.0 - slope] * 2, False)
     assert SMALLEST <= scaler.state_dict()["scale"] <= LARGEST * 2
-
-
-# --- `GradScaler.update` for JAX: the ends of the scale, and what it takes and refuses ------------
 
 
 @pytest.mark.parametrize(

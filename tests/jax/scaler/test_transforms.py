@@ -78,8 +78,6 @@ def test_gradients_flow_through_scale():
     assert jax.grad(lambda w: jax.grad(lambda w: scaler.scale(w**3))(w))(2.0) == 8.0 * 12.0
 
 
-# --- what it compiles to -------------------------------------------------------------------------
-
 SHAPE = (311, 257)
 
 

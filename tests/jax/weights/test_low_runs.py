@@ -110,9 +110,6 @@ def test_the_bits_do_not_depend_on_the_mesh(found, mode):
     assert ways["alone"] == seen(trained(mode, start(mode), range(STEPS)))
 
 
-# --- faults ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [0.0, -0.5, 2.0, 3.0])
 def test_weights_that_were_written_by_hand_count(mode, factor):

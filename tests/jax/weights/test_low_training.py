@@ -127,8 +127,6 @@ def test_the_plain_loop_is_not_float32_bit_for_bit():
     assert np.allclose(plain, want, rtol=0.01)
 
 
-# --- flax and equinox -----------------------------------------------------------------------------
-
 X = jax.random.normal(jax.random.key(3), (16, 8))
 
 

@@ -128,9 +128,6 @@ def test_gradients_may_be_low_too(mode):
     assert bits(step_of(tx)(low, state, grads)) == bits(step_of(tx)(low, state, back))
 
 
-# --- transformations ------------------------------------------------------------------------------
-
-
 def by_scan(step: Any, params: Any, state: Any) -> Any:
     def body(carry: Any, number: Any) -> Any:
         return step(*carry, gradients(number)), None
@@ -181,9 +178,6 @@ def test_bytes_of_the_arguments(mode):
     assert want <= size <= want + 0.1
 
 
-# --- inside of other things -----------------------------------------------------------------------
-
-
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_part_of_the_parameters(mode):
@@ -228,9 +222,6 @@ def test_arguments_for_the_optimizer_arrive():
     for _ in range(4):
         _, state = tx.update(gradients(0), state, params, value=1.0)
     assert float(state.inner[1].scale) < 1
-
-
-# --- what is kept ---------------------------------------------------------------------------------
 
 
 def test_what_is_kept_takes_plain_steps():
@@ -302,9 +293,6 @@ def test_low_parameters_start_with_nothing_beside_them():
     assert not np.any(state.beside["w"])
     assert state.inner[0].mu["w"].dtype == jnp.float32
     assert bits(tx.weights(low)) == bits(low)
-
-
-# --- refusals -------------------------------------------------------------------------------------
 
 
 def refusals() -> dict[str, Any]:

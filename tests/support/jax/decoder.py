@@ -69,9 +69,6 @@ def _block(block: Any, x: Array) -> Array:
     return x + block.feed(block.after(x))
 
 
-# --- flax nnx -------------------------------------------------------------------------------------
-
-
 class NnxAttention(nnx.Module):
     def __init__(self, config: Config, fault: str, dtype: Any, rngs: nnx.Rngs) -> None:
         self.config, self.fault, width = config, fault, config.width
@@ -125,9 +122,6 @@ class NnxDecoder(nnx.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-# --- flax linen -----------------------------------------------------------------------------------
 
 
 class Dense(linen.Module):
@@ -214,9 +208,6 @@ class LinenDecoder(linen.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
-
-
-# --- training -------------------------------------------------------------------------------------
 
 
 class State(NamedTuple):

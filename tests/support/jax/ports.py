@@ -31,8 +31,6 @@ from tests.support.ports import (
 
 Weights = dict[str, Any]  # in float32, by the paths that they have in torch
 
-# --- flax linen -----------------------------------------------------------------------------------
-
 
 class Layer(linen.Module):
     eps: float
@@ -162,9 +160,6 @@ def _variables(weights: Weights) -> dict[str, Any]:
     return tree
 
 
-# --- equinox --------------------------------------------------------------------------------------
-
-
 class BlockModel(eqx.Module):
     before: eqx.nn.LayerNorm
     after: eqx.nn.LayerNorm
@@ -207,9 +202,6 @@ def _module(config: Block, weights: Weights) -> BlockModel:
     model = BlockModel(config)
     arrays, rest = eqx.partition(model, eqx.is_array)
     return eqx.combine(jax.tree_util.tree_map_with_path(filled, arrays), rest)
-
-
-# --- training -------------------------------------------------------------------------------------
 
 
 class State(NamedTuple):

@@ -269,8 +269,6 @@ def test_the_example_learns_as_in_bfloat16(example):
     assert loss != in_bfloat16
 
 
-# --- what is saved for the backward pass ----------------------------------------------------------
-
 # torch's own tables for CPUs, which has no rows for normalisations, and for GPUs; and polymp's.
 HIGH = ("torch-cpu", "torch-cuda", "amp", "lean")
 

@@ -315,9 +315,6 @@ def test_a_tensor_is_plain_if_its_class_has_no_say_in_ops():
         assert not modes.is_plain(torch.ones(2))
 
 
-# --- what the scaler asks for ---------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_fused_kernel_unscales_the_dtypes_that_are_named(device):
     if device == "cuda" and not torch.cuda.is_available():

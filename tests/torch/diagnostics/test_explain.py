@@ -383,9 +383,6 @@ def test_a_frozen_model_and_kept_casts_spare_casts() -> None:
     assert frozen.of("linear")[0].inputs == ("float32", "bfloat16", "bfloat16")
 
 
-# --- what cannot be explained ---------------------------------------------------------------------
-
-
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (
         lambda: explain(3),

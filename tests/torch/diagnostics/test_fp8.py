@@ -18,9 +18,6 @@ BAD = (float("inf"), -float("inf"), float("nan"))
 REASON = "n = 40 is not a multiple of 16"
 
 
-# --- planted Inf and NaN --------------------------------------------------------------------------
-
-
 class Planted(nn.Module):
     """Three layers; an Inf or NaN comes into the middle one as one of its three operands.
 
@@ -116,9 +113,6 @@ def test_a_scale_that_is_not_poisoned_hides_an_inf(monkeypatch):
     before = model.last.weight.detach().clone()
     step()
     assert not torch.equal(model.last.weight, before), "the step was not skipped"
-
-
-# --- reports --------------------------------------------------------------------------------------
 
 
 class Odd(nn.Module):

@@ -299,9 +299,6 @@ def test_under_torch_func() -> None:
     assert freeze_usage.same(torch.func.functional_call(net, weights, (rows,)), called)
 
 
-# --- random models --------------------------------------------------------------------------------
-
-
 def disabled(m: Any, x: torch.Tensor) -> torch.Tensor:
     with autocast("cpu", enabled=False):
         return m.layer(x.float())

@@ -527,9 +527,9 @@ class Pairs:
         pair = self.one.arrays[i], self.other.arrays[j]
         if RESULT not in [a.kind for a in pair] or any(map(_is_returned, pair)):
             return True
-        modules = {self.one.modules[i], self.other.modules[j]}
-        outer, inner = min(modules, key=len), max(modules, key=len)
-        return outer in (inner, inner.rpartition(".")[0]) or not modules <= self.shared
+        one, other = self.one.modules[i], self.other.modules[j]
+        around = one == other.rpartition(".")[0] or other == one.rpartition(".")[0]
+        return one == other or around or not {one, other} <= self.shared
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
@@ -541,7 +541,7 @@ class Pairs:
         return rows, self._with_partner(first) if first and alone else first
 
     def apart(self, row: Compared) -> tuple[list[RecordedArray], list[RecordedArray]]:
-        """What a call reads in each run that the other has not; of compiled code, floats alone."""
+        """The arrays that a call reads in one run alone; of compiled code, floats among them."""
         reads: list[list[RecordedArray]] = []
         alike = row.one is not None and row.other is not None and _alike(row.one, row.other)
         for array, side, both in (

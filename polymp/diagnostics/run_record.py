@@ -417,7 +417,7 @@ class RecordWriter:
 
     def write(self, step: RecordedStep) -> None:
         """Add a step; warns if it has no calls."""
-        if not any(a.kind == RESULT for a in step.arrays):
+        if not step.left_out and not any(a.kind == RESULT for a in step.arrays):
             warnings.warn(
                 f"record: step {step.number} has no op calls. What runs in another thread, or "
                 "outside of the recorder's block, is not recorded.",

@@ -624,7 +624,7 @@ def result_movement(
     """
     by = _movement(ran, result, t, within)
     arithmetic = ran.casts or rounding.is_arithmetic(_op(ran.func)[0])
-    if by is None or t.is_complex() or not arithmetic:
+    if by is None or t.is_complex() or t.itemsize == 1 or not arithmetic:
         return by
     return by.masked_fill_(rounding.whole(t, by, filter(has_values, ran.reads)), 0.0)
 

@@ -261,7 +261,8 @@ class Comparison(Shown):
         return not self.explained
 
     def __repr__(self) -> str:
-        first = "rounding explains all" if self.first is None else _called(self.first.array)
+        same = "the optimizers differ" if self.settings else "rounding explains all"
+        first = same if self.first is None else _called(self.first.array)
         return f"Comparison({self.names[0]!r}, {self.names[1]!r}, {first})"
 
 

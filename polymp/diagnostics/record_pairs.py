@@ -471,6 +471,8 @@ class Pairs:
         """
         one, other, mine = self.one.arrays[i], self.other.arrays[j], self.one.values[i]
         if self.by_values:
+            if one.kind in (GRADIENT, UPDATE) and (self.one.compiled or self.other.compiled):
+                return False  # it adds up in float32 where torch's norms do in float64
             ends = [{*itertools.accumulate(a.shape, operator.mul)} for a in (one, other)]
             off = ((mine - self.other.values[j])[PROJECTIONS.start :] ** 2).mean()
             most = _IN_ORDER**2 * (mine[RMS] ** 2 - mine[MEAN] ** 2)
@@ -593,14 +595,14 @@ class Pairs:
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
         evidence |= dict.fromkeys(self.ends, known)
-        nothing = _telling_nothing(self.one, kept)
+        nothing = _telling_nothing(self.one, kept, self.other.compiled)
         passed = _vouched_for(self.one, kept | nothing, evidence, shared) | left | nothing
         for i in folded & passed:
             self.partners.discard(self.partner.pop(i))
         every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
         every |= dict.fromkeys((*_losses(self.other, self.one), *self.ends.values()), -1)
         kept = self.found | self.partners
-        nothing = _telling_nothing(self.other, kept)
+        nothing = _telling_nothing(self.other, kept, self.one.compiled)
         passed_there = _vouched_for(self.other, kept | nothing, every, shared)
         passed_there |= self.found | nothing
         # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
@@ -820,11 +822,12 @@ def _vouched_for(
     return {*inputs}
 
 
-def _telling_nothing(side: Side, kept: set[int]) -> set[int]:
+def _telling_nothing(side: Side, kept: set[int], compiled: bool) -> set[int]:
     """Calls that make a number which a program prints, and those of which only noise is made.
 
     Nothing reads a number that it prints, and it has another end, which is kept or which the
-    backward pass reads.
+    backward pass reads. Code that is `compiled`, in the other run, leaves out all that nothing
+    reads.
     """
     calls = ((i, side.arrays[i]) for i in side.results)
     forward = {i for i, a in calls if a.direction != BACKWARD}
@@ -834,7 +837,7 @@ def _telling_nothing(side: Side, kept: set[int]) -> set[int]:
     found = {i for i in kept - side.unjudged if not side.above_noise(i)}
     for i in sorted({*side.results} - kept, reverse=True):
         readers = side.readers[i]
-        printed = prints and i in forward and side.sizes[i] == 1
+        printed = prints and i in forward and (compiled or side.sizes[i] == 1)
         if found.issuperset(readers) and (readers or printed):
             found.add(i)
     return found

@@ -638,6 +638,7 @@ def test_optimizers_are_compared(kind: str, differ: str) -> None:
     assert f"the optimizers differ: {differ}" in found.notes
     # Other classes may compute the same, as AdamW and its fused forms of other libraries.
     assert found.explained == (kind != "AdamW 1")
+    assert ("the optimizers differ" in repr(found)) == bool(found)
     told = " ".join(str(found).split())
     assert (f"THE OPTIMIZERS DIFFER: {differ}. Rounding explains all" in told) == bool(found)
     given = {"lr": 1e-3, "eps": 1e-8}

@@ -795,6 +795,35 @@ def test_a_model_that_is_compiled_as_a_whole_is_held_to_the_eager_result(backwar
         assert {first.one.name, first.other.name} == {"compiled", "addmm"}
 
 
+@pytest.mark.long  # likewise
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
+def test_what_compiled_code_leaves_out_and_adds_up_in_another_way_is_no_difference() -> None:
+    """A result that nothing reads, and the means of a batch norm's backward pass."""
+
+    def run(compiled: bool) -> run_record.RunRecord:
+        torch.manual_seed(0)
+        first, second = (nn.Conv2d(n, 8, 3, padding=1) for n in (3, 8))
+        norms = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        net = nn.ModuleList([first, second, *norms, nn.Linear(8, 4)])
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            x = F.relu(norms[0](first(x)))
+            norms[2](x)
+            x = x + F.relu(norms[1](second(x)))
+            return net[5](x.mean((2, 3))).square().mean()
+
+        recorder, x = record(None, net), torch.randn(4, 3, 16, 16)
+        with recorder:
+            (torch.compile(loss) if compiled else loss)(x).backward()
+        return recorder.record
+
+    eager, other = run(compiled=False), run(compiled=True)
+    for pair in ((eager, other), (other, eager)):
+        found = polymp.compare(*pair)
+        assert found.explained, str(found)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
 def test_the_update_of_a_wrapped_block_is_compared_with_that_of_the_block() -> None:

@@ -803,18 +803,18 @@ def test_what_compiled_code_leaves_out_and_adds_up_in_another_way_is_no_differen
 
     def run(compiled: bool) -> run_record.RunRecord:
         torch.manual_seed(0)
-        first, second = (nn.Conv2d(n, 8, 3, padding=1) for n in (3, 8))
-        norms = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
-        net = nn.ModuleList([first, second, *norms, nn.Linear(8, 4)])
+        first, norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        second, other = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        net = nn.ModuleList([first, norm, second, other, nn.Linear(8, 4), nn.Linear(8, 4)])
 
         def loss(x: torch.Tensor) -> torch.Tensor:
-            x = F.relu(norms[0](first(x)))
-            norms[2](x)
-            x = x + F.relu(norms[1](second(x)))
-            return net[5](x.mean((2, 3))).square().mean()
+            x = F.relu(norm(first(x)))
+            x = (x + F.relu(other(second(x)))).mean((2, 3))
+            net[5](x)
+            return net[4](x).square().mean()
 
-        recorder, x = record(None, net), torch.randn(4, 3, 16, 16)
-        with recorder:
+        x = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+        with record(None, net) as recorder:
             (torch.compile(loss) if compiled else loss)(x).backward()
         return recorder.record
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.rounding import JUMPS, effect, exact, factor, unit_roundoff
+from polymp.diagnostics.rounding import JUMPS, MASK, effect, exact, factor, unit_roundoff
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -237,7 +237,6 @@ def part(a: RecordedArray) -> str:
 # How far rounding moves arrays, from their magnitudes alone: errors are relative to the root mean
 # square, independent, and go from call to call by the `effect` of the op.
 
-_MASK = 88.0  # larger numbers are a mask's: exp(-88) is zero
 _RARE = 1e-3  # numbers that jump; fewer are passed over
 
 
@@ -313,8 +312,8 @@ def _gain(a: RecordedArray, how: str, read: RecordedArray) -> float:
         return max(a.terms, change)
     if how not in ("steep", "sloped", "log"):
         return a.terms
-    near = (abs(v) for v in read.values[ELEMENTS] if abs(v) < _MASK)
-    steep = max(1.0, min(x, max(near, default=_MASK)))
+    near = (abs(v) for v in read.values[ELEMENTS] if abs(v) < MASK)
+    steep = max(1.0, min(x, max(near, default=MASK)))
     if how == "sloped" and not back:
         steep = min(steep, max(1.0, 1.2 * change))
     return a.terms * steep
@@ -612,10 +611,21 @@ class Pairs:
         return ours, _alone(self.other, self.one, passed_there, failed)
 
     def _folded(self) -> set[int]:
-        """Inputs of other numbers in both runs that no call of both reads, as a folded weight."""
-        off = ((i, self.one.readers[i]) for i in self.partner if i not in self.twins)
-        off = (it for it in off if self.one.arrays[it[0]].kind == INPUT)
-        return {i for i, read_by in off if read_by and self.partner.keys().isdisjoint(read_by)}
+        """Pairs of other numbers that may be of no effect, if what is made of them agrees.
+
+        Masks, of -1e9 in one run and -Inf in the other, with what is added to them, and inputs that
+        no other call of both runs reads: the numbers of masks, and folded weights.
+        """
+        off = {i: self.one.arrays[i] for i in sorted(self.partner.keys() - self.twins.keys())}
+        masks: set[int] = set()
+        for i, a in off.items():
+            added = effect(a.name) == "added" and not masks.isdisjoint(a.reads)
+            both = a.bad and self.other.arrays[self.partner[i]].bad  # which have to be as many
+            if (a.name in ("where", "masked_fill") and not both) or added:
+                masks.add(i)
+        calls = self.partner.keys() - masks
+        inputs = (i for i, a in off.items() if a.kind == INPUT and self.one.readers[i])
+        return masks | {i for i in inputs if calls.isdisjoint(self.one.readers[i])}
 
     def _not_comparable(self) -> set[int]:
         """Updates and gradients of inputs that only the first run has, and what these alone read.
@@ -912,10 +922,10 @@ def _certainty(squares: tuple[Any, Any], probes: tuple[int, int]) -> Any:
         variances are involved", Biometrika 34 (1947).
     """
     one, other = (count or math.inf for count in probes)  # an estimate without probes is no sample
-    own, theirs = squares
-    parts = own**2 / one + theirs**2 / other
-    whole = np.full_like(parts, one + other)
-    return np.divide((own + theirs) ** 2, parts, out=whole, where=parts > 0)
+    whole = sum(squares)
+    share = np.divide(squares[0], whole, out=np.full_like(whole, 0.5), where=whole > 0)
+    parts = share**2 / one + (1 - share) ** 2 / other
+    return np.divide(1.0, parts, out=np.full_like(parts, one + other), where=parts > 0)
 
 
 def _quantile(normal: float, degrees: Any) -> Any:

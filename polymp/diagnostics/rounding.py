@@ -63,6 +63,9 @@ HARD_FUNCTIONS = frozenset("lgamma digamma polygamma igamma igammac erfinv".spli
 # choice that seldom turns: they choose from numbers that are moved so many times as far.
 FARTHER = 10
 
+# Logarithms of softmax beyond it, and scores, are a mask's: exp(-88) is zero.
+MASK = 88.0
+
 # Ops on floats that choose, as those do whose results are integers and bools.
 STEPS = frozenset("round floor ceil trunc sign sgn heaviside floor_divide".split())
 

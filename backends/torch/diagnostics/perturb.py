@@ -645,7 +645,10 @@ def _movement(
         return added.sqrt_().mul_(parts.summed).add_(magnitude, alpha=parts.own)
     if parts.mixes and magnitude.numel():
         # Each number is made of the others: some are differences, smaller than what was subtracted.
-        magnitude = magnitude.maximum(magnitude.max() if parts.terms > 1 else magnitude.mean())
+        # Those of a mask are made of themselves.
+        masks = _op(ran.func)[1] == "softmax"
+        seen = magnitude.masked_fill(magnitude > rounding.MASK, 0.0) if masks else magnitude
+        magnitude = magnitude.maximum(seen.max() if parts.terms > 1 else seen.mean())
     by = magnitude.mul_(parts.own + parts.summed)
     name = ran.func.overloadpacket.__name__
     if name in _WEIGHTS and isinstance(result, tuple) and t.shape == result[0].shape:

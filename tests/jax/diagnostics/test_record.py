@@ -572,3 +572,18 @@ def test_a_module_with_a_dict_is_recorded() -> None:
     recorded = record(None, lambda model, x: model(x))
     recorded(model, jnp.ones((1, 2)))
     assert recorded.record.steps
+
+
+def test_masks_of_other_numbers_are_no_difference_and_hide_none() -> None:
+    x = np.random.default_rng(0).normal(size=(6, 6)).astype("f4")
+
+    def run(value: float, future: int = 0) -> run_record.RunRecord:
+        seen = np.tri(6, k=future, dtype=bool)
+        recorded = record(None, lambda x: jax.nn.softmax(jnp.where(seen, x * 2, value)) @ x)
+        recorded(jnp.asarray(x))
+        return recorded.record
+
+    for value in -np.inf, -1e30:
+        found = polymp.compare(run(-1e9), run(value))
+        assert found.explained, str(found)
+        assert not polymp.compare(run(-1e9), run(value, future=1)).explained

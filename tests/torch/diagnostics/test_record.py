@@ -968,7 +968,12 @@ def test_other_ways_of_one_computation_are_no_difference_and_hide_none() -> None
             F.cross_entropy(scores(net(x)), torch.arange(16) % 8).backward()
         return recorder.record
 
+    late = torch.eye(16, 8).roll(1, 1) > 0
     pairs = [
+        (
+            lambda x: x.masked_fill(late, -1e9).softmax(-1),
+            lambda x: x.masked_fill(late, -torch.inf).softmax(-1),
+        ),
         (F.silu, lambda x: x * x.sigmoid()),
         (lambda x: (x * 0.5).exp(), lambda x: x.exp().sqrt()),
         (lambda x: x.square().mean(-1).mean() + x, lambda x: x.square().mean() + x),
@@ -1087,6 +1092,20 @@ def test_what_the_first_call_reads_is_said(change: str, said: str) -> None:
     found = polymp.compare(run("none"), other)
     assert said in " ".join(str(found).split())
     assert found.first.difference == found.first.mean_difference, "as the table of modules has it"
+
+
+@pytest.mark.parametrize("mask", [-1e9, -torch.inf])
+def test_scores_that_are_masked_hide_no_fault_of_others(mask: float) -> None:
+    def run(rate: float) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Linear(8, 8), torch.randn(16, 8)
+        with record(None, net) as recorder:
+            scores = net(x).masked_fill(torch.eye(16, 8).roll(1, 1) > 0, mask)
+            (F.cross_entropy(scores, torch.arange(16) % 8) * rate).backward()
+        return recorder.record
+
+    assert polymp.compare(run(1.0), run(1.0)).explained
+    assert polymp.compare(run(1.0), run(1.01)).first.array.name == "mul"
 
 
 def test_the_update_by_a_gradient_that_is_mere_rounding_is_no_difference_without_probes() -> None:

@@ -180,6 +180,16 @@ class Side:
         ends = {i for i, a in enumerate(self.arrays) if a.kind in (GRADIENT, UPDATE)}
         return self.made_of(code) | ends
 
+    def ends(self) -> Iterator[int]:
+        """Results that no forward call reads; of compiled code, another may be read."""
+        forward = set(filter(self.forward, self.results))
+        ends = (i for i in forward if forward.isdisjoint(self.readers[i]))
+        return (i for i in ends if self.arrays[i].name != COMPILED)
+
+    def sizes_of_ends(self, kept: set[int]) -> set[int]:
+        """The sizes of all ends but those that are `kept`."""
+        return {int(self.sizes[i]) for i in self.ends() if i not in kept}
+
     def above_noise(self, i: int) -> bool:
         """True if an array is more than rounding, which the gradient of a key's bias is."""
         return i not in self.unjudged and not self.spread[i][RMS] > _NOISE * self.rms[i]
@@ -594,14 +604,16 @@ class Pairs:
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
         evidence |= dict.fromkeys(self.ends, known)
-        nothing = _telling_nothing(self.one, kept, self.other.compiled)
+        nothing = _telling_nothing(
+            self.one, kept, self.other.sizes_of_ends(self.found | self.partners)
+        )
         passed = _vouched_for(self.one, kept | nothing, evidence, shared) | left | nothing
         for i in folded & passed:
             self.partners.discard(self.partner.pop(i))
         every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
         every |= dict.fromkeys((*_losses(self.other, self.one), *self.ends.values()), -1)
         kept = self.found | self.partners
-        nothing = _telling_nothing(self.other, kept, self.one.compiled)
+        nothing = _telling_nothing(self.other, kept, self.one.sizes_of_ends({*self.partner}))
         passed_there = _vouched_for(self.other, kept | nothing, every, shared)
         passed_there |= self.found | nothing
         # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
@@ -832,22 +844,18 @@ def _vouched_for(
     return {*inputs}
 
 
-def _telling_nothing(side: Side, kept: set[int], compiled: bool) -> set[int]:
-    """Calls that make a number which a program prints, and those of which only noise is made.
+def _telling_nothing(side: Side, kept: set[int], lone: set[int]) -> set[int]:
+    """Calls whose result a program prints, and those of which only noise is made.
 
-    Nothing reads a number that it prints, and it has another end, which is kept or which the
-    backward pass reads. Code that is `compiled`, in the other run, leaves out all that nothing
-    reads.
+    Nothing reads a result that it prints, and it has another end, which is kept or which the
+    backward pass reads. If ends of the other run, that this one lacks, are of its size, one of the
+    `lone`, both may be what the programs return; single numbers are not.
     """
-    calls = ((i, side.arrays[i]) for i in side.results)
-    forward = {i for i, a in calls if a.direction != BACKWARD}
-    ends = (i for i in forward if forward.isdisjoint(side.readers[i]))
-    ends = (i for i in ends if side.arrays[i].name != COMPILED)  # another result may be read
-    prints = any(i in kept or side.readers[i] for i in ends)
+    prints = any(i in kept or side.readers[i] for i in side.ends())
     found = {i for i in kept - side.unjudged if not side.above_noise(i)}
     for i in sorted({*side.results} - kept, reverse=True):
-        readers = side.readers[i]
-        printed = prints and i in forward and (compiled or side.sizes[i] == 1)
+        readers, size = side.readers[i], side.sizes[i]
+        printed = prints and side.forward(i) and (size == 1 or size not in lone)
         if found.issuperset(readers) and (readers or printed):
             found.add(i)
     return found

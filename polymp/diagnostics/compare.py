@@ -550,6 +550,14 @@ _COLUMNS = (
 )
 
 
+_PARTS = {
+    "": "the forward pass",
+    BACKWARD: "the backward pass",
+    GRADIENT: "gradients of parameters",
+    UPDATE: "updates",
+}
+
+
 def _notes(
     records: tuple[RunRecord, RunRecord],
     steps: tuple[RecordedStep, RecordedStep],
@@ -597,6 +605,14 @@ def _notes(
             "moves them"
         )
     passed = [row.array for row in rows if row.verdict == PASSED]
+    graded = any(a.kind == GRADIENT for a in passed)  # else results of the other run are gradients
+    parts = [dict.fromkeys(map(record_pairs.part, step.arrays)) for step in steps]
+    for record, own, rest in zip(records, parts, parts[::-1], strict=True):
+        lacking = [p for p in own if p not in rest and (graded or p != GRADIENT)]
+        if lacking:
+            called = ", ".join(_PARTS[p] for p in lacking)
+            yield f"not compared: {called} of {record.name}, for the other run has none"
+        passed = [a for a in passed if record_pairs.part(a) not in lacking]
     if lone := [array for array in passed if array.kind == RESULT]:
         yield (
             f"not compared: {text_table.plural(len(lone), 'call')} that only one run makes; what "

@@ -708,13 +708,13 @@ class Pairs:
         readers = {k for s in computed or sources for k in theirs.readers[s]}
         readers |= {k for s in sources for k in theirs.readers[s] if k in whole}
         for k in readers - taken - theirs.unjudged:
-            a, part = theirs.arrays[k], k not in whole  # as a product without its bias
+            a, less = theirs.arrays[k], k not in whole  # as a product without its bias
             size, name = a.size != row.array.size, not _alike(a, row.array)
             fits = not (size and name) if self.by_values else not name  # nor is one of another op
             if fits and a.direction == row.array.direction:
-                found.append((size, part, name, k))
-        size, part, name, k = min(found, default=(True, True, True, -1))
-        if not (size or part or name):
+                found.append((size, less, name, k))
+        size, less, name, k = min(found, default=(True, True, True, -1))
+        if not (size or less or name):
             pair = self._pair(*((at, k) if row.one is not None else (k, at)))
             return pair._replace(verdict=UNEXPLAINED)
         # What a row shows beside a call of the first run is of the other.

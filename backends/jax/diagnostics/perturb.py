@@ -332,12 +332,13 @@ def _evaluated(
 
     def run(seed: Any, *given: Any) -> list[Any]:
         if narrow:  # operands are moved by their rounding; equal numbers alike in every product
-            unit, move = rounding.unit_roundoff(narrow), np.uint32(0)
-            for n, x in enumerate(given):
-                if x.dtype == np.float32:
-                    by = unit * _magnitude(x)
-                    by = jnp.where(rounding.whole(x, by, ()), 0.0, by)
-                    given = *given[:n], shifted(x, by, seed, move), *given[n + 1 :]
+
+            def rounded(x: jax.Array) -> jax.Array:
+                by = rounding.unit_roundoff(narrow) * _magnitude(x)
+                by = jnp.where(rounding.whole(x, by, ()), 0.0, by)
+                return shifted(x, by, seed, np.uint32(0))
+
+            given = tuple(rounded(x) if x.dtype == np.float32 else x for x in given)
         made = list(_put(eqn, given))
         if any(chosen) and any(map(is_float, given)):
             farther = list(_put(eqn, [_farther(x, o) for x, o in zip(given, own, strict=True)]))

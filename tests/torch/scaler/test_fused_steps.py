@@ -10,7 +10,6 @@ import torch
 
 from polymp.backends.torch.scaler import optimizer_step
 from polymp.torch import GradScaler
-from tests.torch.scaler.test_histories import FUSED
 
 # What the gradients are, before they are scaled: the first two steps are skipped.
 HISTORY = (float("inf"), float("nan"), 1.0, -0.5, 2.0)
@@ -85,7 +84,15 @@ def test_a_fused_sgd_waits_only_with_dampening() -> None:
     assert optimizer_step.prepare_to_skip(torch.optim.AdamW([p], fused=True), found)
 
 
-@pytest.mark.parametrize("kind", FUSED)
+KINDS = {
+    "SGD": lambda w: torch.optim.SGD(w, lr=0.01, fused=True),
+    "Adam": lambda w: torch.optim.Adam(w, lr=0.01, eps=1e-3, fused=True),
+    "AdamW": lambda w: torch.optim.AdamW(w, lr=0.01, eps=1e-3, fused=True),
+    "Adagrad": lambda w: torch.optim.Adagrad(w, lr=0.01, eps=1e-3, fused=True),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [(torch.float16, 1.0), (torch.float32, 1e30), (torch.float64, 1e300)],
@@ -95,7 +102,7 @@ def test_below_a_scale_of_1_no_quotient_makes_a_weight_inf(kind, dtype, value) -
     """Of 35 elements torch's kernels for a CPU divide the last three in the weight's own dtype."""
     for scale in (2.0**-8, 2.0**-24, 2.0**-40, 2.0**-100, 2.0**-126):
         weight = torch.ones(35, dtype=dtype, requires_grad=True)
-        scaler, optimizer = GradScaler("cpu", init_scale=scale), FUSED[kind]([weight])
+        scaler, optimizer = GradScaler("cpu", init_scale=scale), KINDS[kind]([weight])
         scaler.scale(torch.ones(()))
         weight.grad = torch.full_like(weight, value)
         weight.grad[3] = 0

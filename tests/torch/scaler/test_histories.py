@@ -207,6 +207,19 @@ def test_losses_that_are_not_finite_and_gradient_penalties(kind, start, history)
     assert ours == scales(torch.amp.GradScaler("cpu", **start), make, history)
 
 
+class NoBackoff(GradScaler):
+    def update(self, new_scale: Any = None) -> None:
+        before = None if self._scale is None else self._scale.clone()
+        super().update(new_scale)
+        if before is not None and self._scale is not None and bool(self._scale < before):
+            self._scale.copy_(before)
+
+
+class ForgetsTheCount(GradScaler):
+    def state_dict(self) -> Any:
+        return super().state_dict() | ({"_growth_tracker": 0} if self._enabled else {})
+
+
 def test_a_wrong_scaler_is_noticed() -> None:
     history = [
         ("iterate", ["good", "good", "good"], False),
@@ -219,7 +232,7 @@ def test_a_wrong_scaler_is_noticed() -> None:
     game = {"init_scale": 8.0, "growth_interval": 3}, 3.3, 1e8, ["loop", "foreach", "adamw"]
     expected = play(torch.amp.GradScaler, game, history)
     assert play(GradScaler, game, history) == expected
-    for wrong in MUTANTS:
+    for wrong in (NoBackoff, ForgetsTheCount):
         assert play(wrong, game, history) != expected
 
 

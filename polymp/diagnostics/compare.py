@@ -33,7 +33,6 @@ from polymp.diagnostics.record_pairs import (
     UNJUDGED,
     Compared,
     Side,
-    unknown,
 )
 from polymp.diagnostics.run_record import (
     AMAX,
@@ -50,6 +49,7 @@ from polymp.diagnostics.run_record import (
     RecordedStep,
     RunRecord,
 )
+from polymp.diagnostics.spreads import unknown
 from polymp.diagnostics.tables import OUTSIDE, Cell, Column, Line, Table, number
 from polymp.errors import RecordError, escaped
 

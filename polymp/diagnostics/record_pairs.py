@@ -6,8 +6,7 @@ A number may be off by
 
 where t is Student's quantile: a spread is a mean of squares, one for each probe of both records, of
 projections eight for each, and is less certain the fewer these are. The last part is the error of
-the numbers themselves. Without probes, `spread` is an estimate: each call's own rounding, and of
-what it reads, as far as the magnitudes tell.
+the numbers themselves. `spreads` has the spread.
 
     partner   the array of the other run that one is held against: that in its place of the program,
               by module, op, shape and order, or its twin
@@ -27,7 +26,7 @@ import numpy as np
 
 from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.rounding import JUMPS, MASK, effect, exact, factor, unit_roundoff
+from polymp.diagnostics.rounding import effect, exact, factor
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -35,7 +34,6 @@ from polymp.diagnostics.run_record import (
     GRADIENT,
     INPUT,
     MEAN,
-    MOST,
     ORDERLESS,
     PROJECTIONS,
     RESULT,
@@ -45,6 +43,7 @@ from polymp.diagnostics.run_record import (
     RecordedArray,
     RecordedStep,
 )
+from polymp.diagnostics.spreads import roundoff_of_inputs, spreads
 from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
 
@@ -130,8 +129,8 @@ class Side:
         self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
-        self.spread = _spread(step.arrays, probes)
-        self.roundoff = _roundoff_of_inputs(step.arrays)
+        self.spread = spreads(step.arrays, probes)
+        self.roundoff = roundoff_of_inputs(step.arrays)
         # Arrays that rounding moves by so much as no one knows.
         self.unjudged = {i for i, a in enumerate(step.arrays) if math.inf in a.spread}
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
@@ -204,33 +203,6 @@ class Side:
         return not any(0 < x.bad < x.size == a.size for x in read)
 
 
-def _spread(arrays: Sequence[RecordedArray], probes: int) -> Any:
-    """How far rounding moves the numbers of each array, as far as it is known: [arrays, VALUES]."""
-    known = [a.spread if a.spread and math.inf not in a.spread else (0.0,) * VALUES for a in arrays]
-    spread = np.array(known).reshape(-1, VALUES) if probes else _estimated(arrays)
-    # Of one element: in the mean over signs, the square of a projection is the mean square. A
-    # number's own rounding to a low dtype may move it in no probe.
-    own = np.array([a.own * a.values[RMS] for a in arrays])[:, None] / math.sqrt(3)
-    element = np.sqrt((spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
-    element = np.maximum(element, own)
-    mean = own / np.sqrt([a.size or 1 for a in arrays])[:, None]
-    spread[:, ORDERLESS] = np.maximum(spread[:, ORDERLESS], mean)
-    spread[:, PROJECTIONS] = element
-    for part in (slice(AMAX, AMAX + 1), ELEMENTS):
-        spread[:, part] = np.maximum(spread[:, part], element)
-    return spread
-
-
-def _roundoff_of_inputs(arrays: Sequence[RecordedArray]) -> Any:
-    """The unit roundoff of the inputs and constants that each array is made of."""
-    units: list[float] = []
-    for a in arrays:
-        given = a.dtype in FORMATS and (a.kind == INPUT or not a.reads)
-        own = unit_roundoff(a.dtype) if given else 0.0
-        units.append(max((own, *(units[r] for r in a.reads))))
-    return np.array(units, np.float64)
-
-
 def _group(a: RecordedArray) -> tuple[str, int]:
     """Arrays of other sizes, or of another part of the step, are never the same."""
     back = a.direction == BACKWARD or a.kind == GRADIENT
@@ -242,91 +214,6 @@ def part(a: RecordedArray) -> str:
     if a.kind in (GRADIENT, UPDATE):
         return a.kind
     return BACKWARD if a.direction == BACKWARD else ""
-
-
-# How far rounding moves arrays, from their magnitudes alone: errors are relative to the root mean
-# square, independent, and go from call to call by the `effect` of the op.
-
-_RARE = 1e-3  # numbers that jump; fewer are passed over
-
-
-def _estimated(arrays: Sequence[RecordedArray]) -> Any:
-    """The spread of each array, without probes."""
-    relative: list[float] = []
-    spread = np.zeros((len(arrays), VALUES))
-    weights = {a.name: a.values[RMS] for a in arrays if a.kind == INPUT}
-    for i, a in enumerate(arrays):
-        size, least, unit = a.values[RMS] or 1.0, 0.0, 0.0
-        read_in = [arrays[r] for r in a.reads]
-        if effect(a.name) == "scattered":
-            # Of sums in places, the terms are not in the record: of each place, about as many.
-            norms = (x.values[RMS] * max(x.size / max(a.size, 1), 1.0) ** 0.5 for x in read_in)
-            terms = min(max((*norms, size)) / size, MOST)
-            a = a._replace(terms=terms, own=a.own * terms)
-        if a.kind != INPUT and a.dtype in FORMATS:
-            least, unit = FORMATS[a.dtype].smallest_subnormal / 2, unit_roundoff(a.dtype)
-            if a.kind == UPDATE:  # rounded as the new weight is
-                least = max(least, unit * weights.get(a.name, 0.0))
-        wide = any(x.dtype in FORMATS and unit_roundoff(x.dtype) < unit for x in read_in)
-        own = 1.0 if unknown(a) else max(a.own, unit if wide else 0.0)  # a cast has no row
-        read = [(relative[r], arrays[r]) for r in a.reads if relative[r]]
-        error = math.hypot(max(own, least / size), _carried(a, read) if read else 0.0)
-        relative.append(min(error, 1.0) if a.values[RMS] else error)
-        spread[i] = size * min(error, MOST)
-        large = np.maximum(np.abs(a.values) / size, 1.0)
-        for part in (slice(AMAX, AMAX + 1), ELEMENTS):  # that of a large element is a share of it
-            spread[i, part] *= large[part]
-    return spread
-
-
-def _carried(a: RecordedArray, read: Sequence[tuple[float, RecordedArray]]) -> float:
-    """The error of a result by those of the arrays that the call reads, which are not 0."""
-    how, kind, largest = effect(a.name), vocabulary().op(a.name).kind, max(r for r, _ in read)
-    if a.kind == UPDATE:  # an optimizer may hand on the sign alone: that of noise is any
-        noise = (abs(v) <= r * x.values[RMS] for r, x in read for v in x.values[ELEMENTS])
-        return math.sqrt(max(largest, sum(noise) / (ELEMENTS.stop - ELEMENTS.start)))
-    if a.kind != RESULT:
-        return largest * a.terms
-    if how == "added":
-        sizes = [x.values[RMS] for _, x in read]
-        parts = (r * size for (r, _), size in zip(read, sizes, strict=True))
-        # Of arrays that are smaller than the sum together, larger parts are read.
-        return math.hypot(*parts) / min(a.values[RMS] or 1.0, sum(sizes) or 1.0)
-    forward = [(r, x) for r, x in read if x.direction != BACKWARD]
-    if kind in vocabulary().moving:
-        error = largest
-    else:  # of gradients, of which a result is the sum, the largest counts
-        back = max((r * a.terms for r, x in read if x.direction == BACKWARD), default=0.0)
-        error = math.hypot(back, *(r * _gain(a, how, x) for r, x in forward))
-    turns = a.direction == BACKWARD and not JUMPS.isdisjoint((a.name, kind))
-    if forward and (turns or a.name == "sign"):
-        count = a.size * max(r for r, _ in forward)
-        error += 2 * math.sqrt(max(count, 0.01) / a.size) if count > _RARE else 0.0
-    return error
-
-
-def unknown(a: RecordedArray) -> bool:
-    """True if the magnitudes do not tell how far rounding moves the result of a call."""
-    custom = "::" in a.name  # of another library than torch
-    return a.kind == RESULT and (custom or effect(a.name) == "unknown")
-
-
-def _gain(a: RecordedArray, how: str, read: RecordedArray) -> float:
-    """How many times larger the error of an array is in the result of a call that reads it."""
-    x, back = read.values[RMS] or 1.0, a.direction == BACKWARD
-    change = x / (a.values[RMS] or 1.0)
-    if how == "centred":
-        variance = x**2 - read.values[MEAN] ** 2
-        return a.terms * (x / math.sqrt(variance) if variance > 0 else MOST)
-    if how in ("absolute", "log") and not back:
-        return max(a.terms, change)
-    if how not in ("steep", "sloped", "log"):
-        return a.terms
-    near = (abs(v) for v in read.values[ELEMENTS] if abs(v) < MASK)
-    steep = max(1.0, min(x, max(near, default=MASK)))
-    if how == "sloped" and not back:
-        steep = min(steep, max(1.0, 1.2 * change))
-    return a.terms * steep
 
 
 class Pairs:

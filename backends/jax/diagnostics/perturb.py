@@ -190,7 +190,9 @@ class Evaluation(Placed[Value]):
         move = self._moves * 0x9E3779B1
         for n, far in by.items():
             number = np.uint32(move + n & 0xFFFFFFFF)
-            xs[n] = self.kernels.jitted(_moved)(xs[n], far, self.seeds, number)
+            own = xs[n].ndim > far.ndim  # memory for each run, which need not be kept
+            moved = self.kernels.jitted(_moved, donated=(0,) if own else ())
+            xs[n] = moved(xs[n], far, self.seeds, number)
         pairs = zip(xs, eqn.outvars, strict=True)
         return [Value(x, x.ndim > len(v.aval.shape), is_fixed) for x, v in pairs]
 
@@ -300,9 +302,11 @@ class Kernels:
             self._known[own] = made
         return self._known[own]
 
-    def jitted(self, fn: Callable[..., Any], *static: str) -> Callable[..., Any]:
-        """A function of arrays, compiled."""
-        return _jitted(fn, self._options, static)
+    def jitted(
+        self, fn: Callable[..., Any], *static: str, donated: tuple[int, ...] = ()
+    ) -> Callable[..., Any]:
+        """A function of arrays, compiled; it may write into those that are `donated`."""
+        return _jitted(fn, self._options, static, donated)
 
 
 # Programs of one process share what is compiled; equations of one primitive, one set of parameters
@@ -312,10 +316,10 @@ _KERNELS: dict[Hashable, Callable[..., Any]] = {}
 
 @functools.cache
 def _jitted(
-    fn: Callable[..., Any], options: _Options, static: tuple[str, ...]
+    fn: Callable[..., Any], options: _Options, static: tuple[str, ...], donated: tuple[int, ...]
 ) -> Callable[..., Any]:
     compiled: Callable[..., Any] = jax.jit(
-        fn, static_argnames=static, compiler_options=dict(options)
+        fn, static_argnames=static, donate_argnums=donated, compiler_options=dict(options)
     )
     return compiled
 

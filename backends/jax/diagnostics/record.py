@@ -4,9 +4,9 @@
     params, opt_state = recorded(params, opt_state, x)     # what train_step returns, bit for bit
 
 The function itself runs as it always does. Before it runs its traced program, with the probes, as
-`perturb` does. What sums an array up is compiled for each shape, and on CPUs small arrays are
-summed up in numpy. Of each array only the numbers leave the device that
-`polymp.diagnostics.run_record` defines.
+`perturb` does. On CPUs arrays are summed up in numpy; elsewhere what sums one up is compiled for
+each shape. Of each array only the numbers leave the device that `polymp.diagnostics.run_record`
+defines.
 """
 
 import contextlib
@@ -213,7 +213,8 @@ class _Program(MeasuredCall):
 
 _EXACT = 0.0, 0.0, 0.0  # of what is moved by no rounding
 
-# Numbers of an array in all runs, up to which a CPU sums it up in numpy, where nothing is compiled.
+# Numbers of an array in all runs, up to which numpy tells how far they are moved, for which nothing
+# is compiled.
 _IN_NUMPY = 2**18
 
 
@@ -368,14 +369,19 @@ class _Walk(Evaluation):
         of = x.dtype.name, tuple(x.shape[runs:]), 0, 0, 0.0
         row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
         shape = len(x) if runs else 1, math.prod(x.shape[runs:])
-        if not x.size or (self.kernels.device.platform == "cpu" and x.size <= _IN_NUMPY):
-            rows = np.asarray(x).reshape(shape)
-            with np.errstate(all="ignore"):
-                found = self.in_numpy.add(rows[0]), _changes(rows, np)
-        else:
-            with jax.enable_x64(True):  # whatever JAX's own setting is
-                found = self.kernels.jitted(_summed, "shape")(x, shape=shape)
-        self.summaries.append(_Summary(row, *found, own))
+        on_cpu, moved = self.kernels.device.platform == "cpu", None
+        rows: Any = np.asarray(x).reshape(shape) if on_cpu or not x.size else None
+        with jax.enable_x64(True), np.errstate(all="ignore"):  # whatever JAX's own setting is
+            if rows is not None:
+                numbers: Any = self.in_numpy.add(rows[0])
+            else:
+                numbers = self.kernels.jitted(_sums, "shape")(x, shape=shape)
+            if runs and x.size and (rows is None or x.size > _IN_NUMPY):
+                moved = self.kernels.jitted(_changes, "shape")(x, shape=shape)
+            elif runs and x.size:
+                looks, rows = run_record.looks_of(shape[1]), wide(rows)
+                moved = run_record.changes(rows[0], rows[1:], looks, np).astype(np.float32)
+        self.summaries.append(_Summary(row, numbers, moved, own))
         return frozenset([len(self.summaries) - 1])
 
 
@@ -426,28 +432,25 @@ def _numbers(x: Any) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _summed(x: jax.Array, shape: tuple[int, int]) -> tuple[jax.Array, jax.Array | None]:
-    """`run_record.sums_of` the first row, in float64, and `_changes`."""
-    rows = x.reshape(shape)
+def _sums(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """`run_record.sums_of` the first row, in float64."""
+    row = x.reshape(shape)[0].astype(np.float64)
     with jax.default_matmul_precision("highest"):
-        looks = run_record.looks_of(shape[1])
-        return run_record.sums_of(rows[0].astype(np.float64), looks, jnp), _changes(rows, jnp)
+        found: jax.Array = run_record.sums_of(row, run_record.looks_of(shape[1]), jnp)
+    return found
 
 
-def _changes(rows: Any, xp: Any) -> Any:
-    """How far the values of rows are from those of the first; None for one row."""
-    if len(rows) == 1 or not rows.size:
-        return None
-    looks = run_record.looks_of(rows.shape[-1])
+def _changes(x: jax.Array, shape: tuple[int, int]) -> Any:
+    """How far the values of the other rows are from those of the first."""
+    rows, looks = x.reshape(shape), run_record.looks_of(shape[1])
 
-    def change(rows: Any) -> Any:
-        wide = rows.astype(np.float64)
-        return run_record.changes(wide[0], wide[1:], looks, xp).astype(np.float32)
+    def change(at: jax.Array) -> Any:
+        found = run_record.changes(wide(rows[0]), wide(rows[at])[None], looks, jnp)
+        return found[0].astype(np.float32)
 
-    if xp is np:
-        return change(rows)
-    # One after the other: less memory is touched.
-    return lax.map(lambda at: change(jnp.stack([rows[0], rows[at]]))[0], jnp.arange(1, len(rows)))
+    with jax.default_matmul_precision("highest"):
+        # One after the other: less memory is touched.
+        return lax.map(change, jnp.arange(1, len(rows)))
 
 
 # Which results are arguments, changed, or gradients of them.

@@ -89,9 +89,10 @@ def record(
                 train_step(batch)
 
     Each `with` block is a step. Recorded are the result of every op call, forward and backward, the
-    arrays that were there before, the gradients of the model's parameters, and how an optimizer
-    changed these. The steps compute the same bits as without a recorder, and the host reads nothing
-    from the device before a block ends. A step that raises is not recorded.
+    arrays that were there before, the gradients of the model's parameters, and how these were
+    changed, by an optimizer or in place after a backward pass. The steps compute the same bits as
+    without a recorder, and the host reads nothing from the device before a block ends. A step that
+    raises is not recorded.
 
     With probes, the record also has how far rounding moves each of these numbers. A probe is the
     same step with every result moved by a share of its rounding; probes run op by op beside the
@@ -252,6 +253,7 @@ class _Step(Subscriber):
         # Buffers that a step may change, as running means are.
         self._statistics: dict[str, torch.Tensor] = {}
         self._named: dict[int, tuple[str, torch.Tensor]] = {}  # the same and buffers, by memory
+        self._within: dict[int, list[str]] = {}  # names of parameters, by memory
         if model is not None:
             self._parameters = {dynamo.plain_name(n): p for n, p in model.named_parameters()}
             for name, t in (
@@ -261,13 +263,20 @@ class _Step(Subscriber):
                 if is_lazy(t):  # it has no memory yet
                     continue
                 own = distributed.local(t.detach())
-                self._named.setdefault(modes.storage_key(own), (name, own))
-                buffer = name not in self._parameters and t.is_floating_point()
-                if buffer and has_values(own) and t.numel() <= _LARGEST:
+                self._named.setdefault(key := modes.storage_key(own), (name, own))
+                if not (t.is_floating_point() and has_values(own)):
+                    continue
+                if name in self._parameters:
+                    self._within.setdefault(key, []).append(name)
+                elif t.numel() <= _LARGEST:
                     self._statistics[name] = own
-        # Of these, and of parameters that an optimizer steps: their numbers before, and in probes.
+        # Of these, and of parameters that are updated: their numbers before, and in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        self._updated: dict[int, str] = {}  # parameters that were stepped, and not read since
+        # Names of parameters that were updated, and not read since, by memory.
+        self._updated: dict[int, dict[str, None]] = {}
+        self._trains = False  # True once a backward pass has begun: what writes parameters updates
+        self._writes: dict[int, list[str]] = {}  # of these, what the op that runs updates
+        self._spent: dict[_Array, None] = {}  # what updates by a gradient read beside it
         self._settings: dict[str, dict[str, Any]] = {}
         self._stepped: set[int] = set()  # identities of the optimizers that have stepped
 
@@ -282,10 +291,18 @@ class _Step(Subscriber):
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
             self._reads, unread = {}, ran.unread if writes else ()
+            updates = writes and self._trains and not ran.op_call.place.updating
+            keys = map(modes.storage_key, ran.into) if updates else ()
+            self._writes = {key: self._within[key] for key in keys if key in self._within}
+            for key in self._writes.keys() - self._updated.keys():
+                self._keep_old(self._writes[key])
+                self._note_update(self._writes[key])
             for at, t in enumerate(tensors(*ran.args, *ran.kwargs.values())):
                 if id(t) not in unread:
                     for array in self._made_of(t, ran.op_call, at):
                         self._reads[array] = None
+            if all((GRADIENT, name) in self._ends for name in chain(*self._writes.values())):
+                self._spent |= self._reads if self._writes else {}
             if not ran.op_call.place.compiled:
                 self._probes.before(ran)
 
@@ -293,13 +310,14 @@ class _Step(Subscriber):
         """Return the arrays that an operand was made of; one that none made is one itself."""
         key = modes.storage_key(t)
         known = self._makers.get(key, ())
-        made = known and key not in self._updated
+        made = (known and key not in self._updated) or key in self._writes
         if made or not has_values(t) or t.is_complex() or not self._records(op_call):
             return known
-        if key in self._updated and (update := self._update(self._updated.pop(key))) is not None:
-            self._arrays |= {array: array for array in (*update.reads, update)}
-            self._made(t, (update,))
-            return (update,)
+        updates = [self._update(name) for name in self._updated.pop(key, ())]
+        if makers := tuple(update for update in updates if update is not None):
+            self._arrays |= {a: a for update in makers for a in (*update.reads, update)}
+            self._made(t, makers)
+            return makers
         if (named := self._named.get(key)) is not None:  # it may be read as a view
             array = self._summed(INPUT, *named)
         else:
@@ -343,7 +361,7 @@ class _Step(Subscriber):
         # In a backward pass some make no gradient, such as the factor 2 * x of a square.
         computes = op_call.direction != BACKWARD or ran.gradient
         computes = computes and not (lists or ran.facts.copies_as)
-        if results and computes and self._records(op_call):
+        if results and computes and not self._writes and self._records(op_call):
             if not self._probes.count:
                 # What is made of a sum that has no row, as of the second result of a backward,
                 # has its terms.
@@ -458,6 +476,9 @@ class _Step(Subscriber):
 
     # Optimizers
 
+    def backward_began(self) -> None:
+        self._trains = True
+
     def begin(self) -> None:
         with Own(), torch.no_grad():
             self._old = {n: (b.to(wide(b), copy=True), None) for n, b in self._statistics.items()}
@@ -510,37 +531,48 @@ class _Step(Subscriber):
                 kind = type(optimizer).__name__
                 count = sum(name.rpartition(" ")[0] == kind for name in self._settings)
                 self._settings[f"{kind} {count + 1}"] = dict(_plain(group))
-        for name, p in self._own(optimizer):
+        self._keep_old(self._own(optimizer))
+
+    def _keep_old(self, names: Iterable[str]) -> None:
+        """Copy the numbers of parameters before the first update of them in the step."""
+        for name in names:
             if name not in self._old:
+                p = self._own_part(name)
                 moved = self._probes.of(p)
                 if (key := (name, p.shape, p.dtype, p.device)) not in self._copies:
                     with torch.inference_mode(False):
-                        self._copies[key] = torch.empty_like(p.detach(), dtype=wide(p))
-                copy = self._copies[key].copy_(p.detach())
+                        self._copies[key] = torch.empty_like(p, dtype=wide(p))
+                copy = self._copies[key].copy_(p)
                 self._old[name] = copy, None if moved is None else moved.clone()
 
-    def _own(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    def _own_part(self, name: str) -> torch.Tensor:
+        """Return this process's part of a parameter."""
+        return distributed.local(self._parameters[name].detach())
+
+    def _own(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the model's parameters that an optimizer changes."""
         ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [
-            (name, distributed.local(p))
-            for name, p in self._parameters.items()
-            if id(p) in ours and has_values(distributed.local(p.detach()))
-        ]
+        own = (name for name, p in self._parameters.items() if id(p) in ours)
+        return [name for name in own if has_values(self._own_part(name))]
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         self._sum_up()
-        own = self._own(optimizer)
-        self._gradients({name for name, _ in own})  # before they are gone
-        self._updated |= {modes.storage_key(p): name for name, p in own if name in self._old}
+        self._note_update(self._own(optimizer))
         if not closure and not self._probes.count:
             self.stream.go_on()
 
+    def _note_update(self, names: Sequence[str]) -> None:
+        """Note an update of parameters, and sum up their gradients before they are gone."""
+        self._gradients(names)
+        for name in names:
+            if name in self._old:
+                key = modes.storage_key(self._own_part(name))
+                self._updated.setdefault(key, {})[name] = None
+
     def _gradients(self, names: Iterable[str]) -> None:
         """Sum up the gradients of parameters."""
-        for name, p in self._parameters.items():
-            grad = p.grad
-            if name not in names or grad is None:
+        for name in names:
+            if (grad := self._parameters[name].grad) is None:
                 continue
             grad = distributed.local(grad)
             if not has_values(grad):
@@ -552,17 +584,17 @@ class _Step(Subscriber):
             array.terms = self._terms.get(key)
             self._ends[GRADIENT, name] = array
 
-    def _update(self, name: str) -> _Array | None:
-        """Sum up how an optimizer changed a parameter, or the step a running mean; None if not."""
-        old, moved = self._old.pop(name)
+    def _update(self, name: str, last: bool = False) -> _Array | None:
+        """Sum up how the step has changed a parameter, or a running mean; None if not."""
+        old, moved = self._old[name]
         new = self._statistics.get(name)
         if new is None:
-            new = distributed.local(self._parameters[name]).detach()
+            new = self._own_part(name)
         elif torch.equal(new.to(old.dtype), old):
             return None
         moved = old if moved is None else moved
         probes = self._probes.updated(new).to(old.dtype) - moved if self._probes.count else None
-        change = torch.sub(new.to(old.dtype), old, out=old)
+        change = torch.sub(new.to(old.dtype), old, out=old if last else None)
         array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
         array.dtype, array.unknown = new.dtype, self._probes.unknown(new)
         array.own = norm_of(new) * (torch.finfo(new.dtype).eps / 2)
@@ -580,12 +612,12 @@ class _Step(Subscriber):
         if self._model is None:
             check_matched(self._modules, self._selected, "the step")
         done = {name for kind, name in self._ends if kind == GRADIENT}
-        self._gradients(set(self._parameters) - done)
-        for name in [*self._old]:
-            self._update(name)
+        self._gradients(name for name in self._parameters if name not in done)
+        for name in dict.fromkeys(chain(self._statistics, *self._updated.values())):
+            self._update(name, last=True)
         self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
-        arrays = [*dict.fromkeys((*self._arrays.values(), *ends))]
+        arrays = self._without_spent([*dict.fromkeys((*self._arrays.values(), *ends))])
         parts = ((a.summary, a.changes, a.own, a.terms and a.terms[0]) for a in arrays)
         read = _read([*chain.from_iterable(parts)])
         summaries, places = self._summaries.read(), {array: at for at, array in enumerate(arrays)}
@@ -596,6 +628,15 @@ class _Step(Subscriber):
             whole = summaries[found] if isinstance(found, int) else found
             rows.append(self._finished(array, tuple(reads), whole, *rest))
         return RecordedStep(self._number, tuple(rows), self._settings, dict(self._left_out))
+
+    def _without_spent(self, arrays: Sequence[_Array]) -> list[_Array]:
+        """Leave out what updates alone read, beside a gradient: how it became them."""
+        spent, kept, read = {*self._spent}, list[_Array](), {*self._ends.values()}
+        for array in reversed(arrays):
+            lost = array in spent and array not in read
+            (spent if lost else read).update(array.reads)
+            kept += [] if lost else [array]
+        return kept[::-1]
 
     def _finished(
         self, array: _Array, reads: tuple[int, ...], whole: Any, moved: Any, norm: Any, terms: Any

@@ -1155,6 +1155,50 @@ def test_an_update_within_a_step_is_named_and_not_the_call_that_reads_the_weight
     assert "a loss is scaled" not in str(found)
 
 
+@torch.no_grad()
+def sgd_by_hand(optimizer: torch.optim.Optimizer, how: str = "") -> None:
+    rate, ps = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["params"]
+    if how == "lists":
+        torch._foreach_sub_(ps, torch._foreach_mul([p.grad for p in ps], rate))
+    for p in ps if how != "lists" else ():
+        if how == "two writes":
+            p.data.mul_(2).add_(p.grad, alpha=-2 * rate).div_(2)
+        else:
+            p.copy_(p - rate * p.grad / 2)
+            p -= rate * p.grad / 2 + 0 * p
+
+
+class ByHand(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        sgd_by_hand(self)
+
+
+@pytest.mark.parametrize("probes", [0, 8])
+@pytest.mark.parametrize("how", ["lists", "two writes", "a read between", "in a class"])
+def test_updates_by_hand_are_those_of_an_optimizer_and_no_calls(how: str, probes: int) -> None:
+    def run(kind: type[torch.optim.SGD], rate: float = 0.1) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(8, 8)
+        optimizer = kind(net.parameters(), rate)
+        with record(None, net, probes=probes) as recorder:
+            nn.init.uniform_(net[0].bias).data.mul_(0.1)  # begins with these
+            for _ in range(2):
+                optimizer.zero_grad()
+                net(x).square().mean().backward()
+                if kind is torch.optim.SGD or how == "in a class":
+                    optimizer.step()
+                else:
+                    sgd_by_hand(optimizer, how)
+        return recorder.record
+
+    found = polymp.compare(run(torch.optim.SGD), run(ByHand))
+    lone = [row.array for row in found.rows if row.one is None or row.other is None]
+    assert found.explained, str(found)
+    assert {array.kind for array in lone} <= {INPUT}
+    found = polymp.compare(run(torch.optim.SGD), run(ByHand, 0.2))
+    assert found.first.array.kind == UPDATE, str(found)
+
+
 def test_another_momentum_of_running_means_is_named() -> None:
     found = polymp.compare(layers(1), layers(1, momentum=0.01))
     assert (found.first.array.kind, found.first.array.name) == (UPDATE, "30.running_mean")

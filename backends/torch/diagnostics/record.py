@@ -89,16 +89,15 @@ def record(
                 train_step(batch)
 
     Each `with` block is a step. Recorded are the result of every op call, forward and backward, the
-    arrays that were there before, the gradients of the model's parameters, and how these were
-    changed, by an optimizer or in place after a backward pass. The steps compute the same bits as
-    without a recorder, and the host reads nothing from the device before a block ends. A step that
-    raises is not recorded.
+    arrays that were there before, the gradients of the model's parameters, and how an optimizer, or
+    what writes them after a backward pass, changed these. The steps compute the same bits, and the
+    host reads nothing from the device before a block ends. A step that raises is not recorded.
 
     With probes, the record also has how far rounding moves each of these numbers. A probe is the
     same step with every result moved by a share of its rounding; probes run op by op beside the
     step. Each takes its memory again, and three to five times its time; without probes, a recorded
     step takes two to four times its time, on CPUs, eight times with tiny tensors, and the memory of
-    a copy of the parameters, which is kept from step to step.
+    a copy of the parameters.
 
     Of code that torch.compile has compiled, the record has what each forward graph reads and its
     first result, but no ops: to find the block that differs, compile block by block,
@@ -141,8 +140,6 @@ class Recorder:
         self._model = model
         self._options = options
         self._inside = False
-        # Of parameters, in memory that is kept from step to step: to get other memory takes time.
-        self._copies: dict[object, torch.Tensor] = {}
         self._running: tuple[OpStream, _Step] | None = None
         self._writer = RecordWriter(options, partial(_described, model))
 
@@ -155,7 +152,7 @@ class Recorder:
         if self._inside:
             raise RuntimeError("This recorder records a step already: leave its block first.")
         if (number := self._writer.begin()) is not None:
-            step = _Step(number, self._model, self._options, self._copies)
+            step = _Step(number, self._model, self._options)
             stream = OpStream(self._model, step, compiled=True)
             stream.__enter__()
             self._running = stream, step
@@ -232,9 +229,8 @@ class _Step(Subscriber):
     measures = True
     gradients = True
 
-    def __init__(self, number: int, model: nn.Module | None, options: Options, copies: Any) -> None:
+    def __init__(self, number: int, model: nn.Module | None, options: Options) -> None:
         self._number = number
-        self._copies = copies
         self._model = model
         self._modules = options.modules
         self._selected: dict[str, bool] = {}
@@ -253,7 +249,6 @@ class _Step(Subscriber):
         # Buffers that a step may change, as running means are.
         self._statistics: dict[str, torch.Tensor] = {}
         self._named: dict[int, tuple[str, torch.Tensor]] = {}  # the same and buffers, by memory
-        self._within: dict[int, list[str]] = {}  # names of parameters, by memory
         if model is not None:
             self._parameters = {dynamo.plain_name(n): p for n, p in model.named_parameters()}
             for name, t in (
@@ -263,20 +258,16 @@ class _Step(Subscriber):
                 if is_lazy(t):  # it has no memory yet
                     continue
                 own = distributed.local(t.detach())
-                self._named.setdefault(key := modes.storage_key(own), (name, own))
-                if not (t.is_floating_point() and has_values(own)):
-                    continue
-                if name in self._parameters:
-                    self._within.setdefault(key, []).append(name)
-                elif t.numel() <= _LARGEST:
+                self._named.setdefault(modes.storage_key(own), (name, own))
+                buffer = name not in self._parameters and t.is_floating_point()
+                if buffer and has_values(own) and t.numel() <= _LARGEST:
                     self._statistics[name] = own
         # Of these, and of parameters that are updated: their numbers before, and in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        # Names of parameters that were updated, and not read since, by memory.
-        self._updated: dict[int, dict[str, None]] = {}
-        self._trains = False  # True once a backward pass has begun: what writes parameters updates
-        self._writes: dict[int, list[str]] = {}  # of these, what the op that runs updates
-        self._spent: dict[_Array, None] = {}  # what updates by a gradient read beside it
+        self._updated: dict[int, dict[str, None]] = {}  # that were, and not read since, by memory
+        self._within: dict[int, list[str]] = {}  # all, by memory, after a backward pass has begun
+        self._writes: dict[int, list[str]] = {}  # of these, those that the op that runs updates
+        self._spent = set[_Array]()  # what updates by a gradient read beside it
         self._settings: dict[str, dict[str, Any]] = {}
         self._stepped: set[int] = set()  # identities of the optimizers that have stepped
 
@@ -291,18 +282,17 @@ class _Step(Subscriber):
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
             self._reads, unread = {}, ran.unread if writes else ()
-            updates = writes and self._trains and not ran.op_call.place.updating
-            keys = map(modes.storage_key, ran.into) if updates else ()
-            self._writes = {key: self._within[key] for key in keys if key in self._within}
-            for key in self._writes.keys() - self._updated.keys():
-                self._keep_old(self._writes[key])
-                self._note_update(self._writes[key])
+            into = ran.into if writes and not ran.op_call.place.updating else ()
+            found = [key for key in map(modes.storage_key, into) if key in self._within]
+            self._writes = {key: self._within[key] for key in found}
+            new = [n for key in found if key not in self._updated for n in self._within[key]]
+            self._note_update(new)
             for at, t in enumerate(tensors(*ran.args, *ran.kwargs.values())):
                 if id(t) not in unread:
                     for array in self._made_of(t, ran.op_call, at):
                         self._reads[array] = None
             if all((GRADIENT, name) in self._ends for name in chain(*self._writes.values())):
-                self._spent |= self._reads if self._writes else {}
+                self._spent.update(self._reads if self._writes else ())
             if not ran.op_call.place.compiled:
                 self._probes.before(ran)
 
@@ -313,11 +303,10 @@ class _Step(Subscriber):
         made = (known and key not in self._updated) or key in self._writes
         if made or not has_values(t) or t.is_complex() or not self._records(op_call):
             return known
-        updates = [self._update(name) for name in self._updated.pop(key, ())]
-        if makers := tuple(update for update in updates if update is not None):
-            self._arrays |= {a: a for update in makers for a in (*update.reads, update)}
-            self._made(t, makers)
-            return makers
+        if updates := tuple(filter(None, map(self._update, self._updated.pop(key, ())))):
+            self._arrays |= {a: a for update in updates for a in (*update.reads, update)}
+            self._made(t, updates)
+            return updates
         if (named := self._named.get(key)) is not None:  # it may be read as a view
             array = self._summed(INPUT, *named)
         else:
@@ -477,7 +466,9 @@ class _Step(Subscriber):
     # Optimizers
 
     def backward_began(self) -> None:
-        self._trains = True
+        for name, p in () if self._within else self._parameters.items():
+            if p.is_floating_point() and not is_lazy(p) and has_values(own := self._own_part(name)):
+                self._within.setdefault(modes.storage_key(own), []).append(name)
 
     def begin(self) -> None:
         with Own(), torch.no_grad():
@@ -539,11 +530,7 @@ class _Step(Subscriber):
             if name not in self._old:
                 p = self._own_part(name)
                 moved = self._probes.of(p)
-                if (key := (name, p.shape, p.dtype, p.device)) not in self._copies:
-                    with torch.inference_mode(False):
-                        self._copies[key] = torch.empty_like(p, dtype=wide(p))
-                copy = self._copies[key].copy_(p)
-                self._old[name] = copy, None if moved is None else moved.clone()
+                self._old[name] = p.to(wide(p), copy=True), None if moved is None else moved.clone()
 
     def _own_part(self, name: str) -> torch.Tensor:
         """Return this process's part of a parameter."""
@@ -564,10 +551,10 @@ class _Step(Subscriber):
     def _note_update(self, names: Sequence[str]) -> None:
         """Note an update of parameters, and sum up their gradients before they are gone."""
         self._gradients(names)
+        self._keep_old(names)
         for name in names:
-            if name in self._old:
-                key = modes.storage_key(self._own_part(name))
-                self._updated.setdefault(key, {})[name] = None
+            key = modes.storage_key(self._own_part(name))
+            self._updated.setdefault(key, {})[name] = None
 
     def _gradients(self, names: Iterable[str]) -> None:
         """Sum up the gradients of parameters."""
@@ -584,7 +571,7 @@ class _Step(Subscriber):
             array.terms = self._terms.get(key)
             self._ends[GRADIENT, name] = array
 
-    def _update(self, name: str, last: bool = False) -> _Array | None:
+    def _update(self, name: str) -> _Array | None:
         """Sum up how the step has changed a parameter, or a running mean; None if not."""
         old, moved = self._old[name]
         new = self._statistics.get(name)
@@ -594,7 +581,7 @@ class _Step(Subscriber):
             return None
         moved = old if moved is None else moved
         probes = self._probes.updated(new).to(old.dtype) - moved if self._probes.count else None
-        change = torch.sub(new.to(old.dtype), old, out=old if last else None)
+        change = new.to(old.dtype) - old
         array = self._summed(UPDATE, name, change, direction=BACKWARD, probes=probes)
         array.dtype, array.unknown = new.dtype, self._probes.unknown(new)
         array.own = norm_of(new) * (torch.finfo(new.dtype).eps / 2)
@@ -614,10 +601,15 @@ class _Step(Subscriber):
         done = {name for kind, name in self._ends if kind == GRADIENT}
         self._gradients(name for name in self._parameters if name not in done)
         for name in dict.fromkeys(chain(self._statistics, *self._updated.values())):
-            self._update(name, last=True)
+            self._update(name)
         self._left_out += self._probes.left_out
         ends = [self._ends[end] for end in sorted(self._ends, key=lambda end: end[0] == UPDATE)]
-        arrays = self._without_spent([*dict.fromkeys((*self._arrays.values(), *ends))])
+        arrays = [*dict.fromkeys((*self._arrays.values(), *ends))]
+        used = {*ends}
+        for array in reversed(arrays):  # what updates alone read is left out: how it became them
+            kept = array in used or array not in self._spent
+            (used if kept else self._spent).update(array.reads)
+        arrays = [array for array in arrays if array in used or array not in self._spent]
         parts = ((a.summary, a.changes, a.own, a.terms and a.terms[0]) for a in arrays)
         read = _read([*chain.from_iterable(parts)])
         summaries, places = self._summaries.read(), {array: at for at, array in enumerate(arrays)}
@@ -628,15 +620,6 @@ class _Step(Subscriber):
             whole = summaries[found] if isinstance(found, int) else found
             rows.append(self._finished(array, tuple(reads), whole, *rest))
         return RecordedStep(self._number, tuple(rows), self._settings, dict(self._left_out))
-
-    def _without_spent(self, arrays: Sequence[_Array]) -> list[_Array]:
-        """Leave out what updates alone read, beside a gradient: how it became them."""
-        spent, kept, read = {*self._spent}, list[_Array](), {*self._ends.values()}
-        for array in reversed(arrays):
-            lost = array in spent and array not in read
-            (spent if lost else read).update(array.reads)
-            kept += [] if lost else [array]
-        return kept[::-1]
 
     def _finished(
         self, array: _Array, reads: tuple[int, ...], whole: Any, moved: Any, norm: Any, terms: Any

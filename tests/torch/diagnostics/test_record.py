@@ -19,7 +19,6 @@ from polymp.backends.torch.diagnostics import perturb
 from polymp.backends.torch.diagnostics import record as recording
 from polymp.diagnostics import run_record
 from polymp.diagnostics.run_record import (
-    AMAX,
     BLOCK,
     ELEMENTS,
     GRADIENT,
@@ -886,9 +885,11 @@ def test_a_step_that_begins_with_weights_which_rounding_has_moved_is_not_compare
     assert polymp.compare(layers(3), again).step == 2, "the same bits are"
 
 
-def test_calls_that_only_look_at_gradients_are_no_difference() -> None:
+def test_calls_that_look_at_gradients_are_no_difference_and_another_momentum_is_named() -> None:
     found = polymp.compare(layers(1), layers(1, clip=True))
     assert found.explained, str(found)
+    found = polymp.compare(layers(1), layers(1, momentum=0.01))
+    assert (found.first.array.kind, found.first.array.name) == (UPDATE, "30.running_mean")
 
 
 @pytest.mark.parametrize("framework", ["torch", "other"])
@@ -1137,71 +1138,34 @@ def test_the_update_by_a_gradient_that_is_mere_rounding_is_no_difference_without
     assert found.explained, str(found)
 
 
-def test_an_update_within_a_step_is_named_and_not_the_call_that_reads_the_weight() -> None:
-    def run(rate: float) -> RunRecord:
-        torch.manual_seed(0)
-        net, x = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)]), torch.randn(8, 4)
-        with record(None, net) as recorder:
-            made = net[0](x)
-            net[1](made.detach()).sum().backward()
-            torch.optim.SGD(net[1].parameters(), rate).step()
-            net[1](made).square().sum().backward()
-            torch.optim.SGD(net.parameters(), 0.1).step()
-        return recorder.record
-
-    assert polymp.compare(run(0.1), run(0.1)).explained
-    found = polymp.compare(run(0.1), run(0.2))
-    assert (found.first.array.kind, found.first.array.module) == (UPDATE, "1")
-    assert "a loss is scaled" not in str(found)
-
-
-@torch.no_grad()
-def sgd_by_hand(optimizer: torch.optim.Optimizer, how: str = "") -> None:
-    rate, ps = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["params"]
-    if how == "lists":
-        torch._foreach_sub_(ps, torch._foreach_mul([p.grad for p in ps], rate))
-    for p in ps if how != "lists" else ():
-        if how == "two writes":
-            p.data.mul_(2).add_(p.grad, alpha=-2 * rate).div_(2)
-        else:
-            p.copy_(p - rate * p.grad / 2)
-            p -= rate * p.grad / 2 + 0 * p
-
-
-class ByHand(torch.optim.SGD):
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        sgd_by_hand(self)
+SGD: dict[str, Callable[[list[Any], float], Any]] = {
+    "torch": lambda ps, rate: torch.optim.SGD(ps, rate).step(),
+    "two writes": lambda ps, rate: [p.data.add_(p.grad, alpha=-rate).clamp_(-9, 9) for p in ps],
+    "lists": lambda ps, r: torch._foreach_sub_(ps, torch._foreach_mul([p.grad for p in ps], r)),
+    "reads": lambda ps, rate: [p.copy_(p - rate * p.grad / 2) for _ in range(2) for p in ps],
+}
 
 
 @pytest.mark.parametrize("probes", [0, 8])
-@pytest.mark.parametrize("how", ["lists", "two writes", "a read between", "in a class"])
-def test_updates_by_hand_are_those_of_an_optimizer_and_no_calls(how: str, probes: int) -> None:
-    def run(kind: type[torch.optim.SGD], rate: float = 0.1) -> RunRecord:
+@pytest.mark.parametrize("how", SGD)
+def test_updates_within_a_step_are_compared_and_by_hand_no_calls(how: str, probes: int) -> None:
+    def run(how: str, rate: float) -> RunRecord:
         torch.manual_seed(0)
         net, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), torch.randn(8, 8)
-        optimizer = kind(net.parameters(), rate)
         with record(None, net, probes=probes) as recorder:
             nn.init.uniform_(net[0].bias).data.mul_(0.1)  # begins with these
             for _ in range(2):
-                optimizer.zero_grad()
+                net.zero_grad()
                 net(x).square().mean().backward()
-                if kind is torch.optim.SGD or how == "in a class":
-                    optimizer.step()
-                else:
-                    sgd_by_hand(optimizer, how)
+                with torch.inference_mode():
+                    SGD[how]([*net.parameters()], rate)
         return recorder.record
 
-    found = polymp.compare(run(torch.optim.SGD), run(ByHand))
-    lone = [row.array for row in found.rows if row.one is None or row.other is None]
-    assert found.explained, str(found)
-    assert {array.kind for array in lone} <= {INPUT}
-    found = polymp.compare(run(torch.optim.SGD), run(ByHand, 0.2))
-    assert found.first.array.kind == UPDATE, str(found)
-
-
-def test_another_momentum_of_running_means_is_named() -> None:
-    found = polymp.compare(layers(1), layers(1, momentum=0.01))
-    assert (found.first.array.kind, found.first.array.name) == (UPDATE, "30.running_mean")
+    same, found = (polymp.compare(run("torch", 0.1), run(how, rate)) for rate in (0.1, 0.2))
+    assert same.explained, str(same)
+    assert {r.array.kind for r in same.rows if None in (r.one, r.other)} <= {INPUT}
+    assert (found.first.array.kind, found.first.array.module) == (UPDATE, "0"), str(found)
+    assert "a loss is scaled" not in str(found)
 
 
 # --- steps, files, errors -------------------------------------------------------------------------
@@ -1234,21 +1198,8 @@ def test_a_step_that_raises_is_not_recorded(tmp_path: Path) -> None:
     assert [step.number for step in recorder.record.steps] == [1]
 
 
-def test_an_optimizer_may_step_in_inference_mode() -> None:
-    model = nn.Linear(2, 2)
-    recorder = record(None, model, probes=0)
-    with recorder:
-        model(torch.ones(1, 2)).sum().backward()
-        with torch.inference_mode():
-            torch.optim.SGD(model.parameters(), 0.5).step()
-    updates = [a.values[AMAX] for a in recorder.record.steps[0].arrays if a.kind == UPDATE]
-    assert updates == pytest.approx([0.5, 0.5])
-
-
-class Both(torch.optim.Optimizer):
-    def __init__(self, *parts: torch.optim.Optimizer) -> None:
-        super().__init__([nn.Parameter(torch.zeros(1))], {})
-        self.parts = parts
+class Both(torch.optim.SGD):
+    parts: Any = ()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for part in self.parts:
@@ -1258,24 +1209,21 @@ class Both(torch.optim.Optimizer):
 def test_optimizers_that_another_one_steps_are_recorded() -> None:
     model = nn.Linear(2, 2)
     recorder = record(None, model, probes=0)
-    parts = (torch.optim.SGD([p], 0.5) for p in model.parameters())
+    (both := Both([torch.zeros(1)])).parts = [torch.optim.SGD([p], 0.5) for p in model.parameters()]
     with recorder:
         model(torch.ones(1, 2)).sum().backward()
-        Both(*parts).step()
+        both.step()
     (step,) = recorder.record.steps
     assert [a.name for a in step.arrays if a.kind == UPDATE] == ["weight", "bias"]
     assert [*step.settings] == ["Both 1", "SGD 1", "SGD 2"]
 
 
-def test_a_recorder_is_not_entered_twice_and_tells_of_an_empty_step() -> None:
+def test_a_recorder_is_of_a_module_and_not_entered_twice_and_tells_of_an_empty_step() -> None:
     with pytest.warns(UserWarning, match="step 0 has no op calls"), record(None) as recorder:
         with pytest.raises(RuntimeError, match="records a step already: leave its block first"):
             recorder.__enter__()
     with pytest.warns(UserWarning, match="step 1 has no op calls"), recorder:
         pass
-
-
-def test_only_modules_are_recorded() -> None:
     with pytest.raises(TypeError, match=r"needs a torch.nn.Module, got <built-in function print>"):
         record(None, print)
 

@@ -627,7 +627,7 @@ def _by_name(one: Side, other: Side) -> dict[int, int]:
         counts = Counter[tuple[Any, ...]]()
         for i, (a, module) in enumerate(zip(side.arrays, side.modules, strict=True)):
             if a.kind != RESULT and not (a.kind == INPUT and a.direction == BACKWARD):
-                key = a.kind, a.name.rpartition(".")[2], module, a.shape
+                key = a.kind, a.name.removeprefix(f"{a.module}."), module, a.shape
                 counts[key] += 1
                 yield (*key, counts[key]), i
 

@@ -16,6 +16,7 @@ import re
 import reprlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -461,7 +462,8 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, 
 
     A result of the path, dtype and shape of an array in an argument is its update if it is made of
     that without an op that changes the shape, and some such result of the argument of a gradient,
-    too; its gradient if it comes out of the backward pass, and no other argument is like it.
+    too; its gradient if it comes out of the backward pass, and no other argument is like it. A new
+    weight is made of its moments, too: these are the arguments of what is made of them alone.
     """
     leaves = [(p, x) for p, x in jax.tree_util.tree_leaves_with_path(given) if is_typed(x)]
     argument = {place: path[:2] for place, (path, _) in enumerate(leaves)}
@@ -469,26 +471,25 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, 
     for place, (path, x) in enumerate(leaves):
         if is_float(x):
             by_path.setdefault(jax.tree_util.keystr(path[2:]), []).append(place)
-    alike: dict[int, list[int]] = {}
+    alike: dict[int, list[list[int]]] = {}  # those of the longest path first
     variables = compat.opened(call.closed)[0].outvars
     for at, name in enumerate(call.traced.results):
         ends = (name[match.start() :] for match in re.finditer(r"\[|\.|$", name))
         aval = str(variables[at].aval)  # its dtype and shape
-        like = ([p for p in by_path.get(end, ()) if str(call.inputs[p].aval) == aval]
-                for end in ends)  # fmt: skip
-        alike[at] = next(filter(None, like), [])  # the longest
+        like = ([p for p in by_path.get(e, ()) if str(call.inputs[p].aval) == aval] for e in ends)
+        alike[at] = [*filter(None, like)]
     made = {at: _made_of(call, at) for at in alike if alike[at]}
-    trained = {argument[p] for at, (graded, own) in made.items() for p in alike[at]
-               if graded and p in own}  # fmt: skip
+    own = {at: [p for p in chain(*alike[at]) if p in made[at][1]] for at in made}
+    trained = {argument[p] for at, (graded, _) in made.items() if graded for p in own[at]}
     found: dict[int, tuple[str, int]] = {}
     updated = set[int]()
-    for at, (graded, own) in made.items():
-        new = [p for p in alike[at] if p in own - updated and argument[p] in trained]
+    for at in sorted(made, key=lambda at: (len(own[at]), len(made[at][1]))):
+        new = [p for p in own[at] if p not in updated and argument[p] in trained]
         if new:
             found[at] = UPDATE, new[0]
             updated.add(new[0])
-        elif graded and len(alike[at]) == 1:
-            found[at] = GRADIENT, alike[at][0]
+        elif made[at][0] and len(alike[at][0]) == 1:
+            found[at] = GRADIENT, alike[at][0][0]
     return found
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -433,6 +435,29 @@ def test_only_functions_are_recorded_and_not_in_traced_code() -> None:
         record("run.rec")
     with pytest.raises(TypeError, match="Record the outermost function"):
         jax.jit(record(None, jnp.sin))(jnp.ones(3))
+
+
+def test_updates_of_other_names_and_order_are_paired_by_their_parameters() -> None:
+    part, net, turned = (namedtuple("Tree", names) for names in ("b", "one two", "two one"))
+
+    def loss(net: Any, x: Any) -> Any:
+        return jnp.mean((jnp.tanh(x * net.one.b) * net.two.b) ** 2)
+
+    def by_hand(own: Any, state: Any, x: Any, rate: float = 1e-2) -> Any:
+        (m, v), (value, g) = state, jax.value_and_grad(loss)(own, x)
+        m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
+        v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, v, g)
+        change = jax.tree.map(lambda m, v: rate * m / 0.1 / ((v / 0.001) ** 0.5 + 1e-8), m, v)
+        return jax.tree.map(jnp.subtract, own, change), (m, v), value
+
+    one, two, x = jax.random.normal(jax.random.key(0), (3, 80))
+    first, own = net(part(one), part(two)), turned(part(two), part(one))
+    (optimizer := record(None, adam_step(loss)))(first, optax.adam(1e-2).init(first), x)
+    for rate in (1e-2, 2e-2):
+        hand = record(None, functools.partial(by_hand, rate=rate))
+        hand(own, jax.tree.map(jnp.zeros_like, (own, own)), x)
+        found = polymp.compare(optimizer.record, hand.record)
+        assert found.explained == (rate == 1e-2), str(found)
 
 
 def _two_steps(jitted: bool, edit: float = 0.0) -> run_record.RunRecord:

@@ -43,9 +43,11 @@ import train_torch
 
 BAR = 2.0  # explain in JAX, against make_jaxpr
 AUDIT_BAR = {"torch": 2.0, "JAX": 2.5}
-BERT_BAR = 3.0  # audit
-LOCATE_BAR = 8.0  # of the same BERT
-RECORD_BAR = 2.0  # likewise
+BERT_BAR = 4.0  # audit
+LOCATE_BAR = 6.0  # of the same BERT
+RECORD_BAR = 2.0  # likewise, and of the examples
+PROBES = 8  # that `record` has without an option
+PROBED_BAR = PROBES + 4.0  # likewise, with them
 FIRST_BAR = 3.0  # audit and locate in JAX, against a first step
 CATCH_BAR = 1.03
 LAYERS = (2, 8)  # of the model explained in JAX
@@ -307,6 +309,33 @@ def audited_in_jax(name: str) -> dict[str, Timed]:
     return {name: timed(run, clock=time.process_time) for name, run in programs.items()}
 
 
+def recorded_in_jax(name: str) -> dict[str, Timed]:
+    """The example's training step: alone, and recorded, without and with probes."""
+    step, given = training_in_jax(name)
+
+    def recorded(count: int) -> Program:
+        recorder = polymp.jax.record(None, step, probes=count)
+        return lambda: jax.block_until_ready(recorder(*given))
+
+    programs: dict[str, Program] = {"step": lambda: jax.block_until_ready(step(*given))}
+    programs |= {str(count): recorded(count) for count in (0, PROBES)}
+    return {name: timed(run, clock=time.process_time) for name, run in programs.items()}
+
+
+def records(rounds: int) -> Iterator[Row]:
+    """Recorded steps beside plain ones."""
+    for name in ("fp32", "bf16"):
+        for framework in ("torch", "JAX"):
+            if framework == "torch":
+                programs = recorded_in_torch(training_in_torch(name), 0, PROBES)
+            else:
+                programs = recorded_in_jax(name)
+            base, plain, probed = measure(programs, rounds, warm=1).values()
+            what = f"record, {framework}, {name}"
+            yield row(f"{what}: no probes / step", base, plain, RECORD_BAR)
+            yield row(f"{what}: {PROBES} probes / step", base, probed, PROBED_BAR)
+
+
 def audits(rounds: int) -> Iterator[Row]:
     """Audited steps beside plain ones, in each dtype."""
     for name in DTYPES:
@@ -410,6 +439,7 @@ PARTS: dict[str, Callable[[int], Iterator[Row]]] = {
     "explain": explains,
     "audit": audits,
     "bert": lambda rounds: of_bert(max(rounds // 4, 1)),
+    "record": lambda rounds: records(max(rounds // 10, 1)),
     "first": lambda rounds: first_calls(max(rounds // 10, 1)),
     "catch": lambda rounds: catches(max(rounds // 5, 1)),
 }

@@ -191,7 +191,7 @@ class Evaluation(Placed[Value]):
         for n, far in by.items():
             number = np.uint32(move + n & 0xFFFFFFFF)
             own = xs[n].ndim > far.ndim  # memory for each run, which need not be kept
-            moved = self.kernels.jitted(_moved, donated=(0,) if own else ())
+            moved = jitted(_moved, donated=(0,) if own else ())
             xs[n] = moved(xs[n], far, self.seeds, number)
         pairs = zip(xs, eqn.outvars, strict=True)
         return [Value(x, x.ndim > len(v.aval.shape), is_fixed) for x, v in pairs]
@@ -201,7 +201,7 @@ class Evaluation(Placed[Value]):
         fixed, state, over = body.split(values)
         turns = range(body.times)
         stacks: list[list[Value]] = [[_ABSENT] * body.times for _ in eqn.outvars[body.carries :]]
-        sliced = self.kernels.jitted(_sliced, "runs")
+        sliced = jitted(_sliced, "runs")
         for turn in reversed(turns) if eqn.params["reverse"] else turns:
             slices = sliced([v.x for v in over], np.int32(turn), runs=tuple(v.runs for v in over))
             row = [
@@ -218,7 +218,7 @@ class Evaluation(Placed[Value]):
         whole = []
         for stack in stacks:
             runs = tuple(value.runs for value in stack)
-            x = self.kernels.jitted(_stacked, "runs")([value.x for value in stack], runs=runs)
+            x = jitted(_stacked, "runs")([value.x for value in stack], runs=runs)
             whole.append(Value(x, any(runs), sources=[value.sources for value in stack]))
         return [*state, *whole]
 
@@ -302,12 +302,6 @@ class Kernels:
             self._known[own] = made
         return self._known[own]
 
-    def jitted(
-        self, fn: Callable[..., Any], *static: str, donated: tuple[int, ...] = ()
-    ) -> Callable[..., Any]:
-        """A function of arrays, compiled; it may write into those that are `donated`."""
-        return _jitted(fn, self._options, static, donated)
-
 
 # Programs of one process share what is compiled; equations of one primitive, one set of parameters
 # and one kind of arguments are one.
@@ -315,12 +309,14 @@ _KERNELS: dict[Hashable, Callable[..., Any]] = {}
 
 
 @functools.cache
-def _jitted(
-    fn: Callable[..., Any], options: _Options, static: tuple[str, ...], donated: tuple[int, ...]
+def jitted(
+    fn: Callable[..., Any], *static: str, donated: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    compiled: Callable[..., Any] = jax.jit(
-        fn, static_argnames=static, donate_argnums=donated, compiler_options=dict(options)
-    )
+    """A function of arrays, compiled; it may write into those that are `donated`.
+
+    It is of few shapes, and of all arrays: XLA's loops are worth their time.
+    """
+    compiled: Callable[..., Any] = jax.jit(fn, static_argnames=static, donate_argnums=donated)
     return compiled
 
 

@@ -35,6 +35,7 @@ from polymp.backends.jax.diagnostics.perturb import (
     Evaluation,
     Kernels,
     Value,
+    jitted,
     of_terms,
     rounds_operands,
     shares,
@@ -317,7 +318,7 @@ class _Walk(Evaluation):
                 if name != "while":
                     own, off, by = shares(eqn, eqn.outvars[n].aval, narrow)
                 off, by = (off, by) if self.seeds is None else (0.0, 0.0)
-                terms = self.kernels.jitted(of_terms)([v.x for v in values], by) if by else 0.0
+                terms = jitted(of_terms)([v.x for v in values], by) if by else 0.0
                 sources[n] = self._add(RESULT, call.op, made[n], reads, call, (own, off, terms))
             if len(rows) == 1:
                 sources = [sources[rows[0]]] * len(made)
@@ -341,7 +342,7 @@ class _Walk(Evaluation):
             name = self._call.names[place]
             if kind == UPDATE:
                 reads |= frozenset([~place])
-                out = out._replace(x=self.kernels.jitted(_difference)(out.x, self._outside[place]))
+                out = out._replace(x=jitted(_difference)(out.x, self._outside[place]))
         self._add(kind, name, out, reads)
 
     def _add(
@@ -376,9 +377,9 @@ class _Walk(Evaluation):
             if rows is not None:
                 numbers: Any = self.in_numpy.add(rows[0])
             else:
-                numbers = self.kernels.jitted(_sums, "shape")(x, shape=shape)
+                numbers = jitted(_sums, "shape")(x, shape=shape)
             if runs and x.size and (rows is None or x.size > _IN_NUMPY):
-                moved = self.kernels.jitted(_changes, "shape")(x, shape=shape)
+                moved = jitted(_changes, "shape")(x, shape=shape)
             elif runs and x.size:
                 looks, rows = run_record.looks_of(shape[1]), wide(rows)
                 moved = run_record.changes(rows[0], rows[1:], looks, np).astype(np.float32)

@@ -732,14 +732,16 @@ def _vouched_for(
 
 
 def _telling_nothing(side: Side, kept: set[int], lone: set[int]) -> set[int]:
-    """Calls whose result a program prints, and those of which only noise is made.
+    """Calls whose result a program prints, and those of which only noise, or a count, is made.
 
     Nothing reads a result that it prints, and it has another end, which is kept or which the
     backward pass reads. If ends of the other run, that this one lacks, are of its size, one of the
-    `lone`, both may be what the programs return; single numbers are not.
+    `lone`, both may be what the programs return; single numbers are not. A count of steps may be an
+    integer in the other run, which has no update.
     """
     prints = any(i in kept or side.readers[i] for i in side.ends())
     found = {i for i in kept - side.unjudged if not side.above_noise(i)}
+    found |= {i for i, a in enumerate(side.arrays) if a.kind == UPDATE and a.size == 1} - kept
     for i in sorted({*side.results} - kept, reverse=True):
         readers, size = side.readers[i], side.sizes[i]
         printed = prints and side.forward(i) and (size == 1 or size not in lone)

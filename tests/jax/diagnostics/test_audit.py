@@ -479,8 +479,6 @@ def test_a_wrong_peak_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shares_are_of_the_rounds_in_which_a_branch_was_taken() -> None:
-    """One of ten, in which all values vanish."""
-
     def step(x: jax.Array) -> jax.Array:
         def once(c: jax.Array) -> jax.Array:
             return (c.astype(jnp.float16) * jnp.float16(1e-4)).astype(jnp.float32) + c

@@ -444,18 +444,19 @@ def test_updates_of_other_names_and_order_are_paired_by_their_parameters() -> No
         return jnp.mean((jnp.tanh(x * net.one.b) * net.two.b) ** 2)
 
     def by_hand(own: Any, state: Any, x: Any, rate: float = 1e-2) -> Any:
-        (m, v), (value, g) = state, jax.value_and_grad(loss)(own, x)
+        (m, v, last), (value, g) = state, jax.value_and_grad(loss)(own, x)
         m = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, m, g)
         v = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g * g, v, g)
-        change = jax.tree.map(lambda m, v: rate * m / 0.1 / ((v / 0.001) ** 0.5 + 1e-8), m, v)
-        return jax.tree.map(jnp.subtract, own, change), (m, v), value
+        one, two = 1 - 0.9 ** (last + 1), 1 - 0.999 ** (last + 1)
+        change = jax.tree.map(lambda m, v: rate * m / one / ((v / two) ** 0.5 + 1e-8), m, v)
+        return jax.tree.map(jnp.subtract, own, change), (m, v, last + 1), value
 
     one, two, x = jax.random.normal(jax.random.key(0), (3, 80))
     first, own = net(part(one), part(two)), turned(part(two), part(one))
     (optimizer := record(None, adam_step(loss)))(first, optax.adam(1e-2).init(first), x)
     for rate in (1e-2, 2e-2):
         hand = record(None, functools.partial(by_hand, rate=rate))
-        hand(own, jax.tree.map(jnp.zeros_like, (own, own)), x)
+        hand(own, (*jax.tree.map(jnp.zeros_like, (own, own)), jnp.zeros(())), x)
         found = polymp.compare(optimizer.record, hand.record)
         assert found.explained == (rate == 1e-2), str(found)
 

@@ -491,13 +491,17 @@ def _settings(one: RecordedStep, other: RecordedStep) -> Iterator[tuple[str, str
 
 
 def _times_two(row: Compared) -> int:
-    """The power of two by which a gradient is larger in the other run; 0 if it is by none."""
+    """The power of two by which a gradient is larger in the other run; 0 if it is by none.
+
+    A clipped one is smaller by any factor, which rounding tells from a power of two.
+    """
     numbers = [a.values for a in (row.one, row.other) if a is not None]
     sizes = [[x[at] for at in (AMAX, RMS, MEAN_MAGNITUDE)] for x in numbers]
     if row.array.direction != BACKWARD or row.array.kind == UPDATE or not all(map(all, sizes)):
         return 0
     powers = [math.log2(y) - math.log2(x) for x, y in zip(*sizes, strict=True)]
-    return round(powers[0]) if max(abs(p - round(powers[0])) for p in powers) < 0.05 else 0
+    power, limit = round(powers[0]), min(max(4 * row.mean_allowed, 1e-6), 0.05)
+    return power if max(abs(p - power) for p in powers) < limit else 0
 
 
 def beside(names: tuple[str, str], row: Compared) -> list[str]:

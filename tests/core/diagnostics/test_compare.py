@@ -149,6 +149,7 @@ def test_a_parameter_that_differs_is_named_and_not_the_call_that_reads_it() -> N
         (1024, "In other.rec it is 1,024 times as large, as where a loss is scaled"),
         (1 / 2, "In one.rec it is 2 times as large, as where a loss is scaled"),
         (3, "All floats that it reads agree"),
+        (1020, "All floats that it reads agree"),
     ],
 )
 def test_a_gradient_that_is_larger_by_a_loss_scale_is_said_to_be(times: float, said: str) -> None:

@@ -127,7 +127,7 @@ def signs(blocks: int) -> tuple[Any, Any]:
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)  # splitmix64
     bits = ((x >> np.uint64(63)).astype(np.float64) * 2 - 1).reshape(-1, count)
     outer, inner = (np.insert(each.T, 0, 1, 0) for each in (bits[BLOCK:], bits[:BLOCK]))
-    return outer, inner
+    return np.ascontiguousarray(outer), np.ascontiguousarray(inner)
 
 
 @cache
@@ -296,25 +296,27 @@ def sums_of(x: Any, looks: Looks, xp: Any) -> Any:
     return xp.concatenate([numbers, x[looks.places], counts])
 
 
-def changes(x: Any, moved: Any, looks: Looks, xp: Any) -> Any:
-    """How far other rows are from a row, relative to its largest magnitude: [rows, VALUES].
+def changes(x: Any, by: Any, looks: Looks, xp: Any) -> Any:
+    """How far a row is moved in others, relative to its largest magnitude: [rows, VALUES].
 
-    Differences of the numbers themselves are summed up: differences of sums lose digits. A number
-    that is not finite is not moved.
+    `by` has the differences of the numbers, for differences of sums lose digits. Both are finite;
+    what is not is not moved. Where the framework can, `by` is written into: to get other memory
+    takes longer than the sums.
     """
     count = x.shape[-1]
-    finite = xp.isfinite(x)
-    x = xp.where(finite, x, 0)
-    moved = xp.where(finite & xp.isfinite(moved), moved, x)
     top = xp.amax(xp.abs(x))
     scale = xp.where(top > 0, top, 1)
-    one, by = x / scale, (moved - x) / scale
+    by += x
+    largest = xp.maximum(xp.amax(by, -1), -xp.amin(by, -1))
+    by -= x
+    one = x / scale
+    by /= scale
     rms = xp.sqrt(xp.mean(one * one))
-    longer = xp.mean(by * by, -1) + (by @ one) * (2 / count)
+    longer = xp.linalg.vector_norm(by, axis=-1) ** 2 / count + (by @ one) * (2 / count)
     sizes = rms + xp.sqrt(xp.clip(rms * rms + longer, 0, None))
     total = _projected(by, looks)
     ends = [
-        (xp.amax(xp.abs(moved), -1) - top) / scale,
+        (largest - top) / scale,
         longer / xp.where(sizes > 0, sizes, 1),
         total[..., 0] / count,
         (by @ xp.sign(one)) / count,

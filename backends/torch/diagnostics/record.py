@@ -269,6 +269,7 @@ class _Step(Subscriber):
         self._writes: dict[int, list[str]] = {}  # of these, those that the op that runs updates
         self._spent = set[_Array]()  # what updates by a gradient read beside it
         self._settings: dict[str, dict[str, Any]] = {}
+        self._rooms: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._stepped: set[int] = set()  # identities of the optimizers that have stepped
 
     # What runs
@@ -460,8 +461,15 @@ class _Step(Subscriber):
             array.summary = self._summaries.add(t.to(wide(t)).numpy(force=True))
         else:
             array.summary = sums(t)
-        array.changes = None if moved is None else changes(t, moved)
+        array.changes = None if moved is None else changes(t, moved, self._room)
         array.unknown = self._probes.unknown(t)
+
+    def _room(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory that is kept for the step: to get other memory takes longer than sums."""
+        key, count = (like.dtype, like.device), like.numel()
+        if key not in self._rooms or len(self._rooms[key]) < count:
+            self._rooms[key] = torch.empty(count, dtype=like.dtype, device=like.device)
+        return self._rooms[key][:count].view(like.shape)
 
     # Optimizers
 
@@ -699,13 +707,18 @@ def sums(t: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def changes(t: torch.Tensor, probes: torch.Tensor) -> torch.Tensor:
+def changes(
+    t: torch.Tensor,
+    probes: torch.Tensor,
+    room: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like,
+) -> torch.Tensor:
     """Return `run_record.changes` of a float tensor; probes are [count, *t.shape]."""
     dtype = wide(t)
     x, moved = t.detach().reshape(-1).to(dtype), probes.reshape(len(probes), -1).to(dtype)
     if not len(x):
         return torch.zeros(len(probes), VALUES, dtype=dtype, device=t.device)
-    found: torch.Tensor = run_record.changes(x, moved, _looks(x), torch)
+    by = torch.sub(moved, x, out=room(moved)).nan_to_num_(0.0, 0.0, 0.0)
+    found: torch.Tensor = run_record.changes(x.nan_to_num(0.0, 0.0, 0.0), by, _looks(x), torch)
     return found
 
 

@@ -517,11 +517,10 @@ class Values(Subscriber):
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
-        broken = ((it.at, fault) for it in self.updates if (fault := it.fault()) is not None)
-        until, broke = next(broken, (None, None))
-        found = self._first_fault(self.events[:until]) or broke
-        spoiled = (it.fault(spoiled=True) for it in self.updates)
-        return found or next(filter(None, spoiled), None)
+        broken = [it for it in self.updates if it.broke()]  # what is read later may be their doing
+        found = self._first_fault(self.events[: broken[0].at if broken else None])
+        faults = (it.fault() for it in (*broken[:1], *self.updates))
+        return found or next(filter(None, faults), None)
 
     def _first_fault(self, events: Sequence[Event]) -> Fault | None:
         """Return the fault of a run: where the first value that is not finite came from."""
@@ -722,13 +721,17 @@ class Update:
     def _bad(self, ranges: Ranges) -> list[str]:
         return [name for name, at in ranges.items() if _bad(self._ranges.read([at]))]
 
-    def fault(self, spoiled: bool = False) -> Fault | None:
-        """Return a fault if it made what is not finite, or if `spoiled`, if it was given that."""
+    def broke(self) -> bool:
+        """Return whether it wrote what is not finite where it was given what is."""
+        return not {*self._bad(self._read)}.issuperset(self._bad(self._wrote))
+
+    def fault(self) -> Fault | None:
+        """Return a fault if it was given or made what is not finite."""
         given, made = self._bad(self._read), self._bad(self._wrote)
-        if spoiled and given:
+        if given:
             why = f"{given[0]} is not finite before the update"
             return self._fault("input", given[0], self._read, why)
-        if given or not made:
+        if not made:
             return None
         name, dtype = made[0], self._dtypes[made[0]]
         run, lost = dtype_names.NAMES[dtype], self._lost.get(dtype, "")

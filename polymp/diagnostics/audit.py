@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from polymp import text_table
 from polymp.diagnostics.audit_records import MANY, Fault, Measured, together
-from polymp.diagnostics.blame import CAST, DIVIDING, OF_ONE, lost_constants
+from polymp.diagnostics.blame import ASKS, CAST, DIVIDING, OF_ONE, lost_constants
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, joined
 from polymp.diagnostics.page import Shown
@@ -351,8 +351,10 @@ def _suggested(audit: Audit, policy: Policy) -> Suggestion:
         rows = _raised(causes, policy)
         return replace(rows, reasons=(why, *rows.reasons))
     if why := _hopeless(audit):
-        if fault is not None and fault.region == "bfloat16":
-            return Suggestion(reasons=(f"{why} The program casts to float16 itself: change it.",))
+        lowered = any(m.region == _FIRST for m in _bursts(audit))
+        casts = fault is not None and fault.op == "to" and fault.direction != BACKWARD
+        if fault is not None and not lowered and (casts or fault.region != _FIRST):
+            return Suggestion(reasons=(f"{why} There {ASKS.format(fault.run)}.",))
         return Suggestion(dtype="bfloat16", reasons=(why,))
     if found := _bursts(audit) or _losses(audit):
         return _raised([*found, *_losses(audit)], policy, _readers(audit, found))
@@ -456,7 +458,8 @@ def _hopeless(audit: Audit) -> str:
             back = f" {_GIVE}" * (fault.direction == BACKWARD)
             holds = "are beyond float16's range, and bfloat16 holds them."
             wide = fault.row is not None and fault.row.rule is Rule.FP32
-            other = "" if wide else f" The rule fp32 for {fault.op} may do, too."
+            ruled = fault.region and _selector(fault) and not wide
+            other = f" The rule fp32 for {fault.op} may do, too." if ruled else ""
             return f"{_at(fault)}: {inputs} {holds}{other}{back}"
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]
@@ -481,7 +484,9 @@ def _raised(found: Sequence[Place], policy: Policy, readers: Sequence[Measured] 
             scope = _alike(scope)
         why = f"{_at(one)}: {_READS if one in readers else _loss(one)}".removesuffix(".") + "."
         own = inside.setdefault(scope, {}) if scope else rules
-        if not of:
+        if not one.region:
+            reasons.append(f"{why} There {ASKS.format(one.run)}.")
+        elif not of:
             reasons.append(f"{why} No row can be for it: change the program.{_LOCATE}")
         elif one.row is not None and one.row.rule is Rule.FP32 and one.row in policy.rows:
             reasons.append(f"{why} The row {one.row} says float32 already: change the program.")

@@ -43,6 +43,7 @@ OF_ONE = frozenset("sub rsub neg add minimum maximum clamp where to".split())
 CONSTANT = "a constant of the program is not finite here"
 CAST = "an input of it is beyond {}'s largest number when it is cast"
 UNTRIED_WIDE = "in float32 it was not tried"
+ASKS = "the program itself asks for {}: change that"
 
 # The direction of what an optimizer does, beside those of calls.
 UPDATE = "update"

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Protocol, TypeGuard
 
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import UNTRIED_WIDE, UPDATE
+from polymp.diagnostics.blame import ASKS, UNTRIED_WIDE, UPDATE
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
@@ -77,8 +77,8 @@ def tried(fault: Fault, ops: Sequence[str], repeat: Repeat, scaled: bool) -> Fau
     if found.run in LOW:  # in no policy's hands
         at = f" {found.source}" if found.source else ""
         op = "the cast" if found.op == "to" else found.op
-        where = f"breaks at {op}{at}, where the program itself asks for {found.run}"
-        how = f"With all ops in float32 this step was tried, and {where}: change that"
+        where = f"breaks at {op}{at}, where {ASKS.format(found.run)}"
+        how = f"With all ops in float32 this step was tried, and {where}"
         bfloat16 = ", or use bfloat16" if found.run == "float16" else ""
         return known._replace(remedy=f"{how}{bfloat16}.{UNTRIED}")
     code = "Change the code: this step was tried with all ops in float32, and is not finite either."

@@ -19,7 +19,7 @@ from polymp.diagnostics.audit_records import Fault
 from polymp.rules.policy import Policy
 from tests.conftest import FRAMEWORKS, need
 from tests.support import frameworks
-from tests.support.regions import region
+from tests.support.regions import audited, region
 from tests.support.sizes import size
 
 TRIED = "the rule fp32, with which this step was tried and is finite"
@@ -96,10 +96,14 @@ def test_a_dtype_that_the_program_asks_for_is_told_from_that_of_a_region(fw: Mod
     assert re.fullmatch(how + what + r"That was not tried\.", fault.remedy), str(fault)
 
 
-def test_without_a_region_nothing_is_tried(fw: ModuleType) -> None:
-    """No rule would hold there."""
-    fault = import_module(f"polymp.{fw.name}").locate(lambda x: x * x, fw.array([300.0], "float16"))
-    assert fault.remedy == "Run mul in float32, or use bfloat16. That was not tried."
+@pytest.mark.parametrize(("x", "how"), [(3e2, "Run mul in float32"), (1e6, "Leave this cast out")])
+def test_without_a_region_nothing_is_tried(fw: ModuleType, x: Any, how: str) -> None:
+    """No rule would hold there, and `audit` suggests none."""
+    args = (lambda x: (y := fw.cast(x, "float16")) * y), fw.array([x])
+    fault = import_module(f"polymp.{fw.name}").locate(*args)
+    assert fault.remedy == f"{how}, or use bfloat16. That was not tried."
+    assert not (found := audited(fw.name, *args).suggest())
+    assert found.reasons[0].endswith(" There the program itself asks for float16: change that.")
 
 
 def test_a_mask_that_is_added_is_no_fault_and_hides_none(fw: ModuleType, capsys: Any) -> None:

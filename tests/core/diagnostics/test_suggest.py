@@ -30,7 +30,7 @@ def measured(op: str = "matmul", module: str = "attention", **told: Any) -> Meas
 
 def fault(kind: str, op: str = "matmul", module: str = "attention", **told: Any) -> Fault:
     given = {"spelling": f"aten:{op}", "source": "net.py:3", "why": "It broke.", "row": None}
-    known = {"op": op, "module": module, "kind": kind, "inputs": (), "region": ""}
+    known = {"op": op, "module": module, "kind": kind, "inputs": ()}
     return reports.fault()._replace(**(known | given | told))
 
 

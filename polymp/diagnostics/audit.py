@@ -457,9 +457,8 @@ def _hopeless(audit: Audit) -> str:
                 inputs = f"{holds}, and float16 ends at {_TOP:g}: the inputs"
             back = f" {_GIVE}" * (fault.direction == BACKWARD)
             holds = "are beyond float16's range, and bfloat16 holds them."
-            wide = fault.row is not None and fault.row.rule is Rule.FP32
-            ruled = fault.region and _selector(fault) and not wide
-            other = f" The rule fp32 for {fault.op} may do, too." if ruled else ""
+            vain = fault.row.rule is Rule.FP32 if fault.row else not _selector(fault)
+            other = "" if vain else f" The rule fp32 for {fault.op} may do, too."
             return f"{_at(fault)}: {inputs} {holds}{other}{back}"
     low = [m for m in _forward(audit) if m.run == "float16"]
     burst = [m for m in low if m.magnitudes.burst > 0]

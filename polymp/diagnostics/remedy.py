@@ -75,10 +75,9 @@ def tried(fault: Fault, ops: Sequence[str], repeat: Repeat, scaled: bool) -> Fau
     if not _breaks(found):
         return known._replace(remedy=_before(fault.op, ops, repeat, scale))
     if found.run in LOW:  # in no policy's hands
-        at = f" {found.source}" if found.source else ""
         op = "the cast" if found.op == "to" else found.op
-        where = f"breaks at {op}{at}, where {ASKS.format(found.run)}"
-        how = f"With all ops in float32 this step was tried, and {where}"
+        where = f"{f'{op} {found.source}'.rstrip()}, where {ASKS.format(found.run)}"
+        how = f"With all ops in float32 this step was tried, and breaks at {where}"
         bfloat16 = ", or use bfloat16" if found.run == "float16" else ""
         return known._replace(remedy=f"{how}{bfloat16}.{UNTRIED}")
     code = "Change the code: this step was tried with all ops in float32, and is not finite either."

@@ -168,9 +168,12 @@ def test_a_parameter_beyond_float16_is_beyond_rows() -> None:
     assert found.scopes == {"start": {"linear": "fp32"}}
 
 
-def test_an_op_that_loses_most_of_its_values_runs_in_float32() -> None:
+def test_an_op_that_loses_most_of_its_values_or_a_number_runs_in_float32() -> None:
     assert suggest(audit(measured("mul", vanished=0.6))).scopes == {"attention": {"mul": "fp32"}}
     assert not suggest(audit(measured("mul", vanished=0.4)))
+    found = suggest(audit(measured("add", "norm", numbers=(1e-12,))))
+    assert found.scopes == {"norm": {"add": "fp32"}}
+    assert "the number 1e-12 is zero in float16" in found.reasons[0]
 
 
 @pytest.mark.parametrize("kind", ["underflow", "number"])
@@ -186,12 +189,6 @@ def test_what_lost_values_on_the_way_to_an_underflow_runs_in_float32_too() -> No
     assert found.scopes == {"attention": {"mean": "fp32", "mul": "fp32"}}
 
 
-def test_a_number_that_became_zero_is_kept_in_float32() -> None:
-    found = suggest(audit(measured("add", "norm", numbers=(1e-12,))))
-    assert found.scopes == {"norm": {"add": "fp32"}}
-    assert "the number 1e-12 is zero in float16" in found.reasons[0]
-
-
 def test_data_that_are_no_numbers_are_told_and_nothing_is_changed() -> None:
     bad = Operand("float32", (8, 4), 0.1, 2.0, 0.0, 0.0, 0.03, "x")
     broke = fault("input", inputs=(bad,), why="'x' is not finite")
@@ -203,13 +200,10 @@ def test_data_that_are_no_numbers_are_told_and_nothing_is_changed() -> None:
     assert str(found).endswith("# No row, dtype or loss scale to change.")
 
 
-def test_a_quotient_of_zeros_is_told_and_nothing_is_changed() -> None:
+def test_a_quotient_of_zeros_is_told_and_only_what_made_them_is_mended() -> None:
     found = suggest(audit(fault=fault("operation", "div", found="NaN")))
     assert not found
     assert "of these inputs div has no finite result in float32 either." in found.reasons[0]
-
-
-def test_what_made_an_operation_fail_is_mended() -> None:
     rows = [measured("mul", vanished=1.0), measured("rsqrt", source="net.py:4", run="float32")]
     broke = fault("operation", "rsqrt", source="net.py:4")
     assert suggest(audit(*rows, fault=broke)).scopes == {"attention": {"mul": "fp32"}}
@@ -231,6 +225,8 @@ def test_gradients_that_vanish_get_the_scale_that_fits() -> None:
     assert found.reasons[0].startswith("gradients: 100 % of the values that are not zero are zero")
     assert not suggest(audit(measured(), gradients=[gradient(2.0**-30)], scale=2.0**20))
     assert not suggest(audit(measured(region="bfloat16"), gradients=[gradient(2.0**-30)]))
+    found = suggest(audit(measured(), gradients=[gradient(2.0**-125)]))
+    assert found.init_scale == LARGEST, "a scaler takes no larger one"
 
 
 def test_gradients_that_an_op_made_zero_count_as_lost() -> None:
@@ -274,17 +270,10 @@ def test_what_float16_would_make_inf_is_told_of_a_run_in_other_dtypes() -> None:
     assert audit(measured(), wide._replace(region="")).suggest() == Suggestion()
 
 
-def test_a_scale_is_one_that_a_scaler_takes() -> None:
-    assert suggest(audit(measured(), gradients=[gradient(2.0**-125)])).init_scale == LARGEST
-
-
-def test_gradients_that_are_all_zero_get_a_scale_to_start_with() -> None:
+def test_gradients_that_are_all_zero_get_a_first_scale_and_bfloat16_if_none_fits() -> None:
     found = suggest(audit(measured(), gradients=[gradient(0.0, 0.0)]))
     assert found.init_scale == FIRST_SCALE
     assert not suggest(audit(measured(), gradients=[gradient(0.0, 0.0)], scale=2.0**10))
-
-
-def test_gradients_that_fit_at_no_scale_need_bfloat16() -> None:
     wide = gradient(1e4, *([1e-9] * 9))
     found = suggest(audit(measured(), gradients=[wide]))
     assert (found.dtype, found.init_scale) == ("bfloat16", None)

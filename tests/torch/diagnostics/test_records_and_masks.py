@@ -116,7 +116,7 @@ def test_suggestions_end(name: str) -> None:
     assert not seen[-1]
     assert sum(one.init_scale is not None for one in seen) <= 2
     assert bool(p.grad.isfinite().all()) == helps
-    assert helps or seen[-1].reasons[0].endswith("change it.")
+    assert helps or seen[-1].reasons[0].endswith("asks for float16: change that.")
 
 
 def test_no_scale_is_said_to_fit_where_gradients_overflowed_on_the_way() -> None:

@@ -159,7 +159,7 @@ class AuditValues(Values):
     gradients = True
 
     def __init__(self, model: nn.Module | None, scaler: Any) -> None:
-        super().__init__(model)
+        super().__init__(model, ())
         self._model = model
         self._scaler = scaler
         self._visits: Counter[Any] = Counter()

@@ -390,7 +390,7 @@ class Values(Subscriber):
 
     measures = True
 
-    def __init__(self, model: nn.Module | None = None, given: Sequence[Any] | None = None) -> None:
+    def __init__(self, model: nn.Module | None, given: Sequence[Any] | None) -> None:
         self.events: list[Event] = []  # the ops that ran, in order
         self.updates: list[Update] = []  # the steps of optimizers
         self.ranges: RangeTable = RangeTable()  # of their results
@@ -517,10 +517,10 @@ class Values(Subscriber):
 
     def fault(self) -> Fault | None:
         """Return where the first value that is not finite came from; None if all are finite."""
-        broken = [it for it in self.updates if it.broke()]  # what is read later may be their doing
-        found = self._first_fault(self.events[: broken[0].at if broken else None])
-        faults = (it.fault() for it in (*broken[:1], *self.updates))
-        return found or next(filter(None, faults), None)
+        # Of the first update that was given or wrote such a value: ops after it may have read that.
+        faults = ((it.at, fault) for it in self.updates if (fault := it.fault()) is not None)
+        until, broke = next(faults, (None, None))
+        return self._first_fault(self.events[:until]) or broke
 
     def _first_fault(self, events: Sequence[Event]) -> Fault | None:
         """Return the fault of a run: where the first value that is not finite came from."""
@@ -720,10 +720,6 @@ class Update:
 
     def _bad(self, ranges: Ranges) -> list[str]:
         return [name for name, at in ranges.items() if _bad(self._ranges.read([at]))]
-
-    def broke(self) -> bool:
-        """Return whether it wrote what is not finite where it was given what is."""
-        return not {*self._bad(self._read)}.issuperset(self._bad(self._wrote))
 
     def fault(self) -> Fault | None:
         """Return a fault if it was given or made what is not finite."""

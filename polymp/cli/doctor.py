@@ -23,6 +23,7 @@ from typing import Any
 import polymp
 from polymp import backends, text_table, versions
 from polymp.errors import UsageError
+from polymp.rules.row import LOW
 
 Data = dict[str, Any]
 Step = Callable[[str], object]  # runs a step in a dtype and waits until it has finished
@@ -122,6 +123,11 @@ def timed(text: str) -> Data:
     in_torch = torch is not None and isinstance(model, torch.nn.Module)
     framework = "torch" if in_torch else "jax"
     backends.get(framework)
+    own = model.parameters() if in_torch else sys.modules["jax"].tree.leaves((model, inputs))
+    kinds = {str(getattr(x, "dtype", "")).removeprefix("torch.") for x in own}
+    if (in_torch or FLOAT32 not in kinds) and (low := kinds.intersection(LOW)):
+        why = f"{'a parameter' if in_torch else 'an argument'} is {min(low)}"
+        raise UsageError(f"--model {text}: {why}. Return it in float32, for autocast to lower.")
     step, device, passes = (_torch_step if in_torch else _jax_step)(model, inputs)
     times, lacking = dict[str, list[float]](), dict[str, str]()
     for dtype in (FLOAT32, BFLOAT16, FLOAT16):
@@ -166,9 +172,8 @@ def _torch_step(model: Any, inputs: tuple[Any, ...]) -> tuple[Step, str, str]:
     trains = model.training and any(p.requires_grad for p in model.parameters())
 
     def step(dtype: str) -> None:
-        low = None if dtype == FLOAT32 else dtype
         with torch.set_grad_enabled(trains):
-            with autocast(device, low, enabled=low is not None):
+            with autocast(device, None if dtype == FLOAT32 else dtype, enabled=dtype != FLOAT32):
                 results = tree_leaves(model(*inputs))
             ends = [t for t in results if isinstance(t, torch.Tensor) and t.requires_grad]
             if trains and ends:

@@ -53,14 +53,11 @@ def test_versions(torch, jax, problems, told):
     assert found["ok"] is not bool(problems)
 
 
-def test_a_broken_framework_is_a_problem(told):
+def test_a_broken_framework_is_a_problem_and_an_unused_gpu_is_noted(told):
     broken = TORCH | {"problem": "ImportError: libc10.so: cannot open shared object file"}
     assert told(facts(broken, JAX), code=1)["problems"] == [
         "torch 2.13.0+cpu does not work: ImportError: libc10.so: cannot open shared object file"
     ]
-
-
-def test_an_unused_gpu_is_noted(told):
     found = told(facts(TORCH | {"devices": ["cpu", "NVIDIA H100"]}, JAX, nvidia=True))
     assert found["ok"]
     assert found["notes"] == [
@@ -175,6 +172,8 @@ def fails():
 
 def leaves():
     raise SystemExit(0)
+
+low = lambda: (nn.Linear(3, 3).half(), (torch.ones(2, 3).half(),))
 """
 JAX_MODELS = """\
 import jax
@@ -183,6 +182,8 @@ import jax.numpy as jnp
 def example():
     grad = jax.grad(lambda w, x: jnp.mean(jnp.tanh(x @ w)))
     return grad, (jnp.ones((8, 16)), jnp.ones((4, 8)))
+
+low = lambda: (jnp.tanh, (jnp.ones((4, 8), "bfloat16"),))
 
 def module():
     from flax import nnx
@@ -286,12 +287,14 @@ HOW = (
         ("mt:fails", "ValueError: no data (mt.py:34)"),
         ("mt:leaves", "SystemExit: 0"),
         ("exiting:example", "SystemExit: 0"),
+        ("mt:low", "a parameter is float16. Return it in float32, for autocast to lower."),
+        ("mj:low", "an argument is bfloat16. Return it in float32"),
         ("mt:wrong_shape", "calling the model on its inputs failed: RuntimeError: mat1 and mat2"),
     ],
 )
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["table", "json"])
 def test_a_model_that_cannot_be_timed(model, said, flags, models):
-    need("torch")
+    need("jax" if model == "mj:low" else "torch")
     code, out, err = models("doctor", "--model", model, *flags)
     assert (code, out) == (2, "")
     assert err.startswith(f"polymp: --model {model}: ")

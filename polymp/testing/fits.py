@@ -28,9 +28,9 @@ def assert_fits(
         assert_fits(jax.grad(loss), params, x, dtype="float16")
 
     The call runs once in a region, and `audit` measures it, with the gradients that it takes;
-    buffers, such as running means, are put back. It does not fit if a value becomes Inf or NaN, if
-    an op or a constant loses most of its values, or if the audit suggests a row, another dtype or a
-    loss scale.
+    arguments, and buffers, such as running means, are put back. It does not fit if a value becomes
+    Inf or NaN, if an op or a constant loses most of its values, or if the audit suggests a row,
+    another dtype or a loss scale.
 
     Args:
         fn: a module or a function.
@@ -81,7 +81,7 @@ def _in_torch(
     from polymp.torch import audit
 
     model = fn if isinstance(fn, torch.nn.Module) else None
-    with buffers_kept(fn), audit(model) as measured, ExitStack() as region:
+    with buffers_kept(fn, args, kwargs), audit(model) as measured, ExitStack() as region:
         device = open_region((fn, args, kwargs), getattr(torch, low), policy, region)
         fn(*args, **kwargs)
     return measured, torch_table.policy(device) if policy is None else policy

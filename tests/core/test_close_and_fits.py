@@ -314,12 +314,16 @@ def test_complex_numbers_are_rounded_too(framework: str) -> None:
 
 
 def test_running_means_are_put_back() -> None:
-    """Their kernel writes them without a new version."""
+    """Their kernel writes them without a new version. So are arguments that a module writes."""
     torch = pytest.importorskip("torch")
     norm, x = torch.nn.BatchNorm1d(4), 1 + torch.randn(8, 4)
+    model, before = torch.nn.Sequential(torch.nn.ReLU(inplace=True), norm), x.clone()
     norm.register_buffer("mask", torch.full((4,), -torch.inf))  # whose copy is no op of the model
-    assert_close(norm, norm, x)
-    assert_fits(norm, x)
+    assert_close(model, lambda x: norm(x.relu()), x)
+    with pytest.raises(ParityError, match="The first op that differs is relu"):
+        assert_close(model, norm, x)
+    assert_fits(model, x)
+    assert x.equal(before)
     assert norm.running_mean.eq(0).all()
     assert norm.running_var.eq(1).all()
     assert norm.num_batches_tracked == 0

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -79,6 +79,7 @@ class Program:
     """A function and its arguments."""
 
     backend = "torch"
+    _writes = False  # True if it writes into its arguments, which can be no leaves then
 
     def __init__(
         self,
@@ -97,7 +98,11 @@ class Program:
 
     def ran(self) -> tuple[Run, Run]:
         """Run it as it is, and then as it is written, even if it is compiled, with its calls."""
-        plain = self.run()
+        try:
+            plain = self.run()
+        except RuntimeError:
+            self._writes = True
+            plain = self.run()
         stream = OpStream(None)  # later: torch compiles no code that it has met while one follows
         written = self.run(stream)
         return plain, written._replace(calls=tuple(map(call_of, stream.calls)))
@@ -108,6 +113,7 @@ class Program:
 
     def record(self, record: Callable[..., Any], probes: int) -> RunRecord:
         """A record of it, in memory, by `record` of this backend, whose file imports this one."""
+        self.ran()  # which tells whether it writes
         recorder = record(None, probes=probes)
         self.run(recorder)
         made: RunRecord = recorder.record
@@ -119,6 +125,7 @@ class Program:
         inputs: dict[str, torch.Tensor] = {}
         if self._cotangent is not None:
             inputs = {p: t.requires_grad_() for p, t in made.items() if t.is_floating_point()}
+        made |= {p: t.clone() for p, t in inputs.items() if self._writes}
         args, kwargs = rounding.rebuilt(self._tree, iter(made.values()))
         region: AbstractContextManager[object] = nullcontext()
         if self._dtype is not None:
@@ -153,11 +160,11 @@ class Program:
 
 
 @contextmanager
-def buffers_kept(fn: Callable[..., Any]) -> Iterator[None]:
-    """Put buffers of a function's modules, such as running means, back at the end."""
+def buffers_kept(fn: Callable[..., Any], *given: object) -> Iterator[None]:
+    """Put tensors, and buffers of a function's modules, such as running means, back at the end."""
     models = training_objects(fn, ()).models
     parts = [part for m in models for part in m.modules() if not _has_lazy(part)]
-    buffers = (t for part in parts for t in part.buffers(recurse=False))
+    buffers = chain(filter(has_values, tensors(*given)), *(p.buffers(False) for p in parts))
     kept = [(t, t._version, t.detach().clone()) for t in buffers if not t.is_inference()]
     before = Snapshot(modules=own_modules(parts))
     try:

@@ -39,8 +39,6 @@ class Thread:
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []  # oldest first
-        # Devices of float16 regions entered with gradients on since a step, for `expect_scaler`.
-        self.unscaled: set[str] = set()
         self.reference = weakref.ref(self)
         self.epoch = 0  # of the map when `casts` were made
         self.casts: dict[  # by identity of the parameter and dtype

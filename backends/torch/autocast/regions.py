@@ -21,7 +21,6 @@ from torch import (
     get_autocast_dtype,
     is_autocast_cache_enabled,
     is_autocast_enabled,
-    is_grad_enabled,
     set_autocast_cache_enabled,
     set_autocast_dtype,
     set_autocast_enabled,
@@ -77,8 +76,6 @@ class PreparedRegion:
         thread.frames.append((region, was, low, cached, code))
         if not enabled:
             dynamo.compile_by(codes.digest)
-        elif dtype is torch.float16:
-            note(device, dtype)
         if enabled is not was:
             set_autocast_enabled(device, enabled)
         if dtype is not low:
@@ -224,13 +221,6 @@ def low_dtype(device: str) -> str:
 
 
 @dynamo.no_frame
-def note(device: str, dtype: torch.dtype) -> None:
-    """Note for `expect_scaler` that an enabled region was entered."""
-    if dtype is torch.float16 and is_grad_enabled():
-        local.thread.unscaled.add(device)
-
-
-@dynamo.no_frame
 def wants_cache() -> bool:
     """Return the cache flag of the region around, even if another thread has torch's map."""
     frames = local.thread.frames
@@ -352,9 +342,7 @@ def _put(ticket: str | None, device: str, enabled: bool, dtype: torch.dtype, *st
     if ticket is not None:
         undo = functools.partial(_restore, autocast_increment_nesting(), *_state(device))
         dynamo.after_tracing(undo)
-        if enabled:
-            note(device, dtype)
-        else:
+        if not enabled:
             dynamo.compile_by(codes.digest)
     elif autocast_decrement_nesting() == 0:
         region_casts.forget_mine()

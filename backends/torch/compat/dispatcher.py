@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -278,6 +278,19 @@ def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[...,
 
     function.forward = staticmethod(carried_forward)
     frame.__init__ = carried_make
+
+
+def leaves(roots: Iterable[Any], dtype: torch.dtype) -> dict[torch.Tensor, bool]:
+    """Return the leaves of a graph, and whether a gradient of this dtype is on the way to each."""
+    seen: dict[Any, int] = {}
+    todo = [(node, False) for node in roots]
+    while todo:
+        node, through = todo.pop()
+        if node is None or seen.get(node, -1) >= through:
+            continue
+        seen[node] = through = through or any(g.dtype is dtype for g in node._input_metadata)
+        todo += ((inner, through) for inner, _ in node.next_functions)
+    return {node.variable: bool(seen[node]) for node in seen if hasattr(node, "variable")}
 
 
 def latest_node() -> int:

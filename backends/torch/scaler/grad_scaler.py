@@ -16,7 +16,6 @@ import torch
 from torch.amp.grad_scaler import OptState as OptState  # readers of the stages compare with it
 
 from polymp import scaling
-from polymp.backends.torch.autocast import regions
 from polymp.backends.torch.compat import accelerators, distributed, modes, optimizers
 from polymp.backends.torch.scaler import device_state, optimizer_step, unscale
 from polymp.backends.torch.scaler.device_state import DeviceState
@@ -519,7 +518,7 @@ class GradScaler(DeviceState):
         if ranks.groups:
             found, loss = unscale.agreed(found, loss, scale, ranks.groups)
         if not torch.compiler.is_compiling():
-            regions.local.thread.unscaled.clear()
+            optimizer_step.settle(optimizer)
         entry["found_inf_per_device"] = found
         entry["loss"] = loss
         entry["optimizer"] = weakref.ref(optimizer)

@@ -3,9 +3,10 @@
 fused        the optimizer divides by the scale and skips by itself, as torch's fused ones do
 in a graph   of torch.compile it steps, and what a bad step wrote is put back on the device
 a closure    the loss is evaluated, scaled and unscaled within the step, as for LBFGS
-no scaler    `expect_scaler` flags it, after a float16 region
+no scaler    `expect_scaler` flags it, on gradients that went through float16
 """
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -15,9 +16,9 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.utils.hooks as hooks
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from polymp.backends.torch.autocast import regions
-from polymp.backends.torch.compat import distributed, dynamo, optimizers
+from polymp.backends.torch.compat import dispatcher, distributed, dynamo, optimizers
 from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.errors import ScalerWarning, UnscaledError
@@ -163,26 +164,28 @@ def step_or_take_back(
         return None, True
 
 
-# A step without a scaler. Regions note that they were entered; a hook that torch calls before every
-# optimizer's step reads these notes.
+# A step without a scaler. While a check is on, every backward pass first notes the parameters whose
+# gradients will go through float16; a hook that torch calls before every optimizer's step looks.
+
+_checks: WeakSet[Callable[..., None]] = WeakSet()
+_low = WeakTensorKeyDictionary()
 
 # Modules whose functions step optimizers for a scaler.
 _SCALERS = ("polymp.backends.torch.scaler.grad_scaler", torch.amp.grad_scaler.__name__)
 
 
 def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableHandle:
-    """Flag optimizer steps on gradients of a float16 region that no scaler has scaled.
+    """Flag optimizer steps on gradients that went through float16 and that no scaler handles.
 
         with expect_scaler("raise"):
             train()
 
-    A step is flagged if a float16 region of polymp's was entered, with gradients on, since the last
-    step, the optimizer has gradients on that device, no scaler of polymp's or torch.amp's takes the
-    step, and none of polymp's has unscaled the gradients. A disabled scaler counts as one. So a
-    step by hand after `unscale_` of torch.amp's scaler is flagged.
-    Nothing is flagged in compiled code, or in another thread than that of the regions. Where a
-    model in float16 without a scaler and one in float32 are trained in turns, the step of the
-    second may be flagged: the check does not follow gradients through the graph.
+    A step is flagged if a gradient of the optimizer's went through float16 in `backward()`, no
+    scaler of polymp's or torch.amp's takes the step, and none of polymp's has unscaled the
+    gradients. A disabled scaler counts as one. So a step by hand after `unscale_` of torch.amp's
+    scaler is flagged. Whether the loss was scaled is not checked.
+    Not seen are float16 inside of a compiled graph or an `autograd.Function`, a compiled step,
+    gradients of FSDP, `torch.autograd.grad`, and `backward(inputs=...)`.
 
     Args:
         action: "warn" warns, once for each optimizer; "raise" raises before the step.
@@ -199,21 +202,20 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
     """
     if action not in ("warn", "raise"):
         raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
-    regions.local.thread.unscaled.clear()
+    _low.clear()
+    _watch_backward()
     settled: WeakSet[torch.optim.Optimizer] = WeakSet()
 
     def look(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         if torch.compiler.is_compiling():
             return
-        entered = regions.local.thread.unscaled
-        if not entered:
-            return
-        on = sorted(entered & {g.device.type for g in unscale.gradients(optimizer)})
+        every = optimizers.parameters(optimizer)
+        on = sorted({p.device.type for p in every if p.grad is not None and p in _low})
         if not on:
             return
         if optimizer not in settled and not _stepped_by_a_scaler():
             said = (
-                f"{type(optimizer).__name__} steps on gradients that came out of a float16 region "
+                f"{type(optimizer).__name__} steps on gradients that went through float16 "
                 f"({' and '.join(map(repr, on))}) without a scaler that takes the step: gradients "
                 "below float16's smallest number are lost there, and those of a scaled loss are "
                 f"still multiplied by the scale. Make scaler = GradScaler({on[0]!r}), and in each "
@@ -224,13 +226,40 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
                 raise UnscaledError(said)
             warnings.warn(said, ScalerWarning, stacklevel=3)
             settled.add(optimizer)
-        entered.clear()
+        settle(optimizer)
 
+    _checks.add(look)
     handle = register_optimizer_step_pre_hook(look)
     if action == "raise":  # before checks that only warn, which would take note of the regions
         hooks_in_order: Any = handle.hooks_dict_ref()
         hooks_in_order.move_to_end(handle.id, last=False)
     return handle
+
+
+@functools.cache
+def _watch_backward() -> None:
+    """Have every backward pass, while a check is on, note what it sends through float16; once."""
+    backward = torch.autograd.backward
+
+    @functools.wraps(backward)
+    def noting(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        if _checks and kwargs.get("inputs") is None:
+            roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+            nodes = (getattr(t, "grad_fn", None) for t in roots)
+            for leaf, low in dispatcher.leaves(nodes, torch.float16).items():
+                if low:
+                    _low[leaf] = None
+                elif leaf.grad is None:  # a note of a gradient that is gone
+                    _low.pop(leaf, None)
+        backward(tensors, *args, **kwargs)
+
+    torch.autograd.backward = noting
+
+
+def settle(optimizer: torch.optim.Optimizer) -> None:
+    """Forget what went through float16 to the parameters of an optimizer."""
+    for p in optimizers.parameters(optimizer) if _low else ():
+        _low.pop(p, None)
 
 
 def _stepped_by_a_scaler() -> bool:

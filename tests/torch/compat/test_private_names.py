@@ -541,6 +541,8 @@ def test_a_mode_that_only_looks_on_records_nothing() -> None:
 
 def test_nodes_are_numbered_as_they_are_made_and_known_in_backward() -> None:
     """The number below autograd is that of the op's own node; outside of backward there is none."""
+    w, v = (torch.ones((), requires_grad=True) for _ in range(2))
+    assert dispatcher.leaves([((w.half() + v) * v).grad_fn], torch.float16) == {w: True, v: False}
 
     def look(func, *_):
         if func is not torch.ops.aten.detach.default:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,20 +13,11 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from polymp.backends.torch.autocast import regions
 from polymp.errors import ScalerWarning, UnscaledError
 from polymp.torch import GradScaler, autocast, expect_scaler
 from tests.support import forks
 
 LOW = torch.float16
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    """No note of a region is left by other tests, or for them."""
-    regions.local.thread.unscaled.clear()
-    yield
-    regions.local.thread.unscaled.clear()
 
 
 class Run:
@@ -57,7 +48,7 @@ def test_a_step_without_a_scaler_warns_once_for_each_optimizer() -> None:
             second.step()
     assert [w.category for w in caught] == [ScalerWarning] * 2
     assert str(caught[0].message) == (
-        "SGD steps on gradients that came out of a float16 region ('cpu') without a scaler that "
+        "SGD steps on gradients that went through float16 ('cpu') without a scaler that "
         "takes the step: gradients below float16's smallest number are lost there, and those of a "
         "scaled loss are still multiplied by the scale. Make scaler = GradScaler('cpu'), and in "
         "each iteration call scaler.scale(loss).backward(), scaler.step(optimizer) in place of "
@@ -153,9 +144,20 @@ def in_other_dtypes(run: Run) -> None:
 
 
 def after_inference(run: Run) -> None:
-    for mode in (torch.no_grad, torch.inference_mode):
+    teacher = Run()
+    teacher.model.requires_grad_(False)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         with mode():
             run.loss()
+        with autocast("cpu", LOW), mode():
+            targets = run.loss().detach() + teacher.loss()
+    run.optimizer.zero_grad()
+    (run.loss(None) - targets).backward()
+    run.optimizer.step()
+
+
+def after_gradients_that_are_gone(run: Run) -> None:
+    run.backward()
     run.step(None)
 
 
@@ -174,22 +176,16 @@ def without_gradients(run: Run) -> None:
     run.optimizer.step()
 
 
-def gradients_on_another_device(run: Run) -> None:
-    run.backward(None)
-    regions.local.thread.unscaled.add("cuda")
-    run.optimizer.step()
-
-
 def beside_a_float32_model(run: Run) -> None:
     scaler, other = GradScaler("cpu"), Run()
-    for _ in range(2):
-        iterate(run, scaler)
-        other.step(None)
+    scaler.scale(run.loss()).backward()
+    other.step(None)
+    scaler.step(run.optimizer)
 
 
 FUNCTIONS: tuple[Callable[[Run], None], ...] = (
     by_scaler_with_a_closure, by_a_subclass, in_other_dtypes, after_inference, after_a_skip,
-    without_gradients, gradients_on_another_device, beside_a_float32_model,
+    without_gradients, after_gradients_that_are_gone, beside_a_float32_model,
 )  # fmt: skip
 FINE: dict[str, Callable[[Run], None]] = {f.__name__: f for f in FUNCTIONS} | {
     "by scaler": lambda run: iterate(run, GradScaler("cpu")),
@@ -205,8 +201,11 @@ def test_not_flagged(train, fused) -> None:
     run = Run(lambda p: torch.optim.SGD(p, lr=0.25, fused=fused))
     with expect_scaler("raise"):
         FINE[train](run)
+        with torch.autocast("cpu", LOW):
+            loss = run.model(torch.ones(1, 2)).sum()
+        loss.backward()
         with pytest.raises(UnscaledError):  # the check is awake
-            Run().step()
+            run.optimizer.step()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method")

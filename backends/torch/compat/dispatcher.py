@@ -286,10 +286,9 @@ def leaves(roots: Iterable[Any], dtype: torch.dtype) -> dict[torch.Tensor, bool]
     todo = [(node, False) for node in roots]
     while todo:
         node, through = todo.pop()
-        if node is None or seen.get(node, -1) >= through:
-            continue
-        seen[node] = through = through or any(g.dtype is dtype for g in node._input_metadata)
-        todo += ((inner, through) for inner, _ in node.next_functions)
+        if node is not None and seen.get(node, -1) < through:  # not seen, or not through it
+            seen[node] = through = through or any(g.dtype is dtype for g in node._input_metadata)
+            todo += ((inner, through) for inner, _ in node.next_functions)
     return {node.variable: bool(seen[node]) for node in seen if hasattr(node, "variable")}
 
 

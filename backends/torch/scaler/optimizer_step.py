@@ -8,6 +8,7 @@ no scaler    `expect_scaler` flags it, on gradients that went through float16
 
 import functools
 import inspect
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -210,10 +211,12 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
         if torch.compiler.is_compiling():
             return
         every = optimizers.parameters(optimizer)
-        on = sorted({p.device.type for p in every if p.grad is not None and p in _low})
+        on = sorted({p.device.type for p in every if p.grad is not None and _low.get(p)})
         if not on:
             return
-        if optimizer not in settled and not _stepped_by_a_scaler():
+        frames = traceback.walk_stack(inspect.currentframe())
+        by_scaler = any(frame.f_globals.get("__name__") in _SCALERS for frame, _ in frames)
+        if optimizer not in settled and not by_scaler:
             said = (
                 f"{type(optimizer).__name__} steps on gradients that went through float16 "
                 f"({' and '.join(map(repr, on))}) without a scaler that takes the step: gradients "
@@ -246,11 +249,8 @@ def _watch_backward() -> None:
         if _checks and kwargs.get("inputs") is None:
             roots = tensors if isinstance(tensors, (list, tuple)) else [tensors]
             nodes = (getattr(t, "grad_fn", None) for t in roots)
-            for leaf, low in dispatcher.leaves(nodes, torch.float16).items():
-                if low:
-                    _low[leaf] = None
-                elif leaf.grad is None:  # a note of a gradient that is gone
-                    _low.pop(leaf, None)
+            reached = dispatcher.leaves(nodes, torch.float16)
+            _low.update({p: low for p, low in reached.items() if low or p.grad is None})
         backward(tensors, *args, **kwargs)
 
     torch.autograd.backward = noting
@@ -260,13 +260,3 @@ def settle(optimizer: torch.optim.Optimizer) -> None:
     """Forget what went through float16 to the parameters of an optimizer."""
     for p in optimizers.parameters(optimizer) if _low else ():
         _low.pop(p, None)
-
-
-def _stepped_by_a_scaler() -> bool:
-    """Return whether a function of a scaler is running."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_globals.get("__name__") in _SCALERS:
-            return True
-        frame = frame.f_back
-    return False

@@ -174,7 +174,7 @@ def why_kept(p: Param) -> str:
     """Return why a parameter cannot be stored low; "" if it can."""
     if distributed.in_fsdp1(p):
         return "is a part of FSDP1's flat parameter"
-    return freeze_usage.why_kept(p, torch.float32, torch.bfloat16, torch.float16)
+    return freeze_usage.why_kept(p, torch.float32, torch.bfloat16)
 
 
 def _set_low(params: list[Param]) -> None:

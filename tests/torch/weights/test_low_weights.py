@@ -125,11 +125,11 @@ def test_parameters_without_use_are_kept() -> None:
 
 
 def test_other_dtypes_are_kept() -> None:
-    double = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    double, half = (nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.float64, torch.half))
     empty = nn.Parameter(torch.zeros(0))
     one = nn.Parameter(torch.zeros(3))
-    optimizer = low_weights(torch.optim.SGD([double, empty, one], lr=0.1))
-    assert optimizer.kept == {double: "is float64", empty: "is empty"}
+    optimizer = low_weights(torch.optim.SGD([double, half, empty, one], lr=0.1))
+    assert optimizer.kept == {double: "is float64", half: "is float16", empty: "is empty"}
 
 
 def test_parameters_in_bfloat16_already_get_what_they_need() -> None:

@@ -383,9 +383,9 @@ def warn(message: str) -> None:
 def checked_arguments(step: object, every: object, on_bad: object) -> None:
     """Check the arguments of `catch`."""
     if not callable(step):
-        raise TypeError(
-            "catch(step) needs the function that does a training step, got "
-            f"{brief(step)}. Give the function, not what it returned."
+        raise TypeError(  # None for @catch(every=10)
+            f"catch(step) needs the function that does a training step, got {brief(step)}. Give "
+            "the function, not what it returned, with options, too: step = catch(step, every=10)."
         )
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
         kind = ValueError if type(every) is int else TypeError

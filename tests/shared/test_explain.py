@@ -182,12 +182,13 @@ def test_wrong_arguments(
 
 
 def test_a_result_instead_of_the_function(catch: Any) -> None:
-    with pytest.raises(TypeError) as raised:
-        catch(1.5)
-    assert str(raised.value) == (
-        "catch(step) needs the function that does a training step, got 1.5. Give the function, not "
-        "what it returned."
-    )
+    for given, got in (([1.5], "1.5"), ([], "None")):  # as a decorator it has options alone
+        with pytest.raises(TypeError) as raised:
+            catch(*given, every=10)
+        assert str(raised.value) == (
+            f"catch(step) needs the function that does a training step, got {got}. Give the "
+            "function, not what it returned, with options, too: step = catch(step, every=10)."
+        )
 
 
 def test_a_method_that_is_wrapped_in_its_class(catch: Any) -> None:

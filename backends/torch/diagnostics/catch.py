@@ -48,7 +48,7 @@ Named = dict[str, torch.Tensor]
 
 
 def catch(
-    step: Callable[P, R],
+    step: Callable[P, R] = None,  # type: ignore[assignment]  # noqa: RUF013
     *,
     every: int = 100,
     on_bad: Literal["raise", "report"] = "raise",

@@ -73,7 +73,7 @@ class Call(NamedTuple):
 
 
 # Said in place of rows.
-NOTHING_RAN = "no op on floats ran; polymp.torch sees torch's ops alone, polymp.jax those of JAX"
+NOTHING_RAN = "no op on floats ran in this thread; polymp.torch sees torch's only, polymp.jax JAX's"
 
 
 def merged(calls: Iterable[Call]) -> tuple[Call, ...]:

@@ -220,7 +220,7 @@ def locate(fn: Callable[..., object], *args: object, **kwargs: object) -> Fault 
             return fault._replace(remedy=remedy_of(fault))
 
 
-_NO_FLOATS = "JAX ran no op on floats in this call, so that there was nothing to look at"
+_NO_FLOATS = "JAX ran no op on floats in this call and thread: there was nothing to look at"
 _ROUNDED = (
     "a result of the call is not finite, and in the copy that is measured it is: they round "
     "differently. Look for a difference of nearly equal numbers, a divisor or a logarithm near 0"

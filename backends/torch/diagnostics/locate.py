@@ -95,7 +95,7 @@ def locate(
     step = partial(step_fn, *args, **kwargs)
     first = _replayed(step, model, given)
     if first.fault is None:
-        why = "the step ran no op of torch on floats, so that there was nothing to look at"
+        why = "the step ran no op of torch on floats in this thread: there was nothing to look at"
         tell_nothing_found(why * first.empty)
         return None
     # Other ranks may have found nothing, and would not come again. And torch.func takes ops apart

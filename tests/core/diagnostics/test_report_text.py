@@ -131,7 +131,7 @@ def test_a_call_is_plain_data() -> None:
 
 
 def test_an_empty_report_says_whose_ops_it_sees() -> None:
-    sees = "no op on floats ran; polymp.torch sees torch's ops alone, polymp.jax those of JAX"
+    sees = "no op on floats ran in this thread; polymp.torch sees torch's only, polymp.jax JAX's"
     assert str(Report(title="nothing")) == f"nothing: 0 call sites\n\n{sees}"
     assert str(Report()) == f"report: 0 call sites\n\n{sees}"
 

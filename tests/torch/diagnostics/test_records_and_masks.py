@@ -186,7 +186,7 @@ def test_only_what_ran_ops_without_a_fault_is_called_healthy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert locate(lambda x: x**0.5, 2.0) is None
-    assert capsys.readouterr().err.startswith("locate: the step ran no op of torch")
+    assert "the step ran no op of torch on floats in this thread" in capsys.readouterr().err
     assert locate(lambda: torch.ones(3) / 0) is not None
     assert not capsys.readouterr().err
 

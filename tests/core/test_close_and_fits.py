@@ -88,6 +88,8 @@ def test_the_op_is_named_though_its_gradient_is_right(fw: Any) -> None:
         assert_close(fw.xp.exp, fw.xp.expm1, fw.array(X))
     assert caught.value.op == "exp"
     assert [found.part for found in caught.value.gaps] == [True, False]
+    with pytest.raises(ParityError, match="other values"):  # which no op on floats made
+        assert_close(fw.xp.argmax, fw.xp.argmin, fw.array(X))
 
 
 def test_a_wrong_gradient_fails_though_the_result_is_right(fw: Any) -> None:

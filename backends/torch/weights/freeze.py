@@ -7,6 +7,7 @@ stored low, and why. The others are stored low, and the examples must then give 
 import contextlib
 import copy
 import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
@@ -115,11 +116,12 @@ def freeze(
     kind = device_type or device_of(t for t in names(model).values() if t.is_floating_point())
     if dtype is not None and not isinstance(dtype, torch.dtype):
         dtype = dtype_names.of(dtype, "freeze(): dtype")
-    region = autocast(kind, dtype, policy=policy)
+    with warnings.catch_warnings(action="ignore"):  # that it is disabled
+        region = autocast(kind, dtype, policy=policy)
     if not region._enabled:
         raise PolicyError(
-            f"freeze(): autocast({kind!r}, {region.fast_dtype}) is disabled, see the warning, so "
-            "that nothing would run low. Write dtype=torch.bfloat16 or dtype=torch.float16."
+            f"freeze(): autocast({kind!r}, {region.fast_dtype}) is disabled by torch, so that "
+            "nothing would run low. Write dtype=torch.bfloat16 or dtype=torch.float16."
         )
     name = type(model).__name__
     frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY))

@@ -540,7 +540,8 @@ def test_what_is_wrong_in_torch_is_refused() -> None:
     rows: tuple[tuple[Any, str], ...] = (
         (name, f"{name!r} has no namespace. Write it as 'mylib::my_op'."),
         (f"{name}::nix", no_op),
-        ("aten::exp", "'aten::exp' is torch's own. Give it a rule in a policy instead."),
+        *((op, f"{op!r} is torch's own. Give it a rule in a policy instead.")
+          for op in ("aten::exp", "aten::softmax")),
         (f"{name}::op_", f"'{name}::op_' is an op which writes into an argument: the dtype of its "
          "result is given. Give the rule to the op without '_' or out=."),
         ("zqxj::kvw", "'zqxj::kvw' is an op which takes no tensor."),

@@ -35,11 +35,11 @@ def _overload(given: object, where: str) -> str:
         )
     if "::" not in name:
         raise PolicyError(f"{where}: {name!r} has no namespace. Write it as 'mylib::my_op'.")
+    if name.startswith("aten::"):
+        raise PolicyError(f"{where}: {name!r} is torch's own. Give it a rule in a policy instead.")
     op = dispatcher.overload(name)
     if op is None:
         raise PolicyError(f"{where}: torch has no op {name!r}. Define it first.")
-    if op.namespace == "aten":
-        raise PolicyError(f"{where}: {name!r} is torch's own. Give it a rule in a policy instead.")
     fault = torch_table.schema_fault(op, name)
     if fault:
         raise PolicyError(f"{where}: {name!r} is an op {fault}")

@@ -475,14 +475,16 @@ def state_that_had_lost_its_scale(amp: Amp) -> list[str]:
     ]
 
 
-def first_scale_that_is_not_positive_and_finite(amp: Amp) -> list[str]:
-    def scales(first: float, made: list[float]) -> str:
+def arguments_of_a_new_scaler(amp: Amp) -> list[str]:
+    def scales(name: str, value: object, made: list[float]) -> str:
         def make(_: Any) -> None:
-            made.append(amp.GradScaler("cpu", init_scale=first).get_scale())
+            made.append(amp.GradScaler(**{"device": "cpu"} | {name: value}).get_scale())
 
         return then(amp, make, lambda _: made)
 
-    return [scales(first, []) for first in (0.0, -8.0, INF)]
+    given = [("init_scale", first) for first in (0.0, -8.0, INF, "1024")]
+    given += [("growth_interval", 0), ("growth_interval", 2.5), ("device", None)]
+    return [scales(*each, []) for each in given]
 
 
 def first_scale_without_an_inverse(amp: Amp) -> list[str]:
@@ -519,8 +521,7 @@ FUNCTIONS: tuple[Callable[[Amp], Any], ...] = (
     quotient_that_overflows_before_it_is_clipped, fused_momentum_whose_first_step_is_skipped,
     optimizer_without_gradients, gradients_in_compressed_rows, step_that_tells_it_was_skipped,
     state_that_had_lost_its_scale,
-    first_scale_that_is_not_positive_and_finite, first_scale_without_an_inverse,
-    constants_set_out_of_range,
+    arguments_of_a_new_scaler, first_scale_without_an_inverse, constants_set_out_of_range,
 )  # fmt: skip
 PROGRAMS: dict[str, Callable[[Amp], Any]] = {
     **{function.__name__.replace("_", "-"): function for function in FUNCTIONS},

@@ -84,9 +84,9 @@ DIFFERENCES: dict[str, tuple[Any, Any]] = {
         [repr(2.0**-126), repr(2.0**126), "8.0"],
     ),
     "update-with-a-tensor-of-one-dimension": (RAISES, 4.0),
-    "first-scale-that-is-not-positive-and-finite": (
-        ["[0.0]", "[-8.0]", "[inf]"],
-        ["ValueError, []"] * 3,
+    "arguments-of-a-new-scaler": (
+        ["[0.0]", "[-8.0]", "[inf]", "['1024']", *["[65536.0]"] * 3],
+        [f"{e}Error, []" for e in ("Value", "Value", "Value", "Type", "Value", "Type", "Type")],
     ),
     "first-scale-without-an-inverse": (
         ["-inf", repr(as_float32(1e-40)), "-0.125", repr(as_float32(1e38))],

@@ -510,7 +510,7 @@ def beside(names: tuple[str, str], row: Compared) -> list[str]:
     def cells(a: RecordedArray | None) -> dict[str, str]:
         if a is None:
             return {"op": "no such call"}
-        result = a.kind == RESULT
+        result, some = a.kind == RESULT, a.values[ELEMENTS][: min(a.size, 3)]
         return {
             "op": a.name,
             "module": a.module or OUTSIDE,
@@ -518,9 +518,9 @@ def beside(names: tuple[str, str], row: Compared) -> list[str]:
             "dtypes": text_table.dtypes(a.inputs, a.run, (a.dtype,)) if result else a.dtype,
             "rule": a.rule,
             "shape": " x ".join(map(str, a.shape)) or "a number",
-            "rms, largest": f"{a.values[RMS]:.7g}, {a.values[AMAX]:.7g}",
+            "rms, largest": f"{a.values[RMS]:.7g}, {a.values[AMAX]:.7g}" if a.bad < a.size else "",
             "Inf and NaN": f"{a.bad:,}" if a.bad else "",
-            "some elements": ", ".join(f"{v:.6g}" for v in a.values[ELEMENTS][: min(a.size, 3)]),
+            "some elements": "" if a.bad else ", ".join(f"{v:.6g}" for v in some),
         }
 
     return text_table.side_by_side(names, (cells(row.one), cells(row.other)))

@@ -164,16 +164,16 @@ def test_a_gradient_that_is_larger_by_a_loss_scale_is_said_to_be(times: float, s
     assert said in text
 
 
-def test_inf_in_one_run_alone() -> None:
+@pytest.mark.parametrize("many", [1, 8 * SIZE])
+def test_inf_in_one_run_alone(many: int) -> None:
     def overflowed(x: Any) -> Any:
-        x = x.copy()
-        x[0, 0] = np.inf
-        return x
+        return np.where(np.arange(x.size).reshape(x.shape) < many, np.inf, x)
 
     with np.errstate(invalid="ignore"):
         found = against(changed(calls(2), 3, overflowed), layers=2)
     assert first_of(found) == ("linear", "blocks.0.linear")
     assert "off by Inf or NaN of" in str(found)
+    assert "  0, " not in str(found), "a record has 0 in the place of Inf"
     assert found.to_dict()["first"]["difference"] is None
 
 

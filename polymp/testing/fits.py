@@ -10,6 +10,7 @@ from polymp.dtypes import name as dtype_name
 from polymp.errors import brief
 from polymp.rules.policy_files import Source, load
 from polymp.rules.row import LOW
+from polymp.testing.parity import refuse_own_region
 
 _LINES = 40  # of the audit in the text of an error
 
@@ -49,7 +50,7 @@ def assert_fits(
         AssertionError: it does not fit; its text has the suggestion and the table's first rows.
         TypeError: `fn` is not callable, nothing says which framework this is for, or `dtype` is
             neither a string nor a dtype.
-        ValueError: `dtype` is another dtype, or there is no such framework.
+        ValueError: `dtype` is another, `fn` has a region in another, or there is no such framework.
         BackendMissingError: the framework is not installed.
     """
     low = dtype_name(dtype, LOW, "assert_fits(): dtype")
@@ -57,6 +58,7 @@ def assert_fits(
         raise TypeError(f"assert_fits needs a function or a module, got {brief(fn)}.")
     in_torch = framework_of((fn, args, kwargs), framework, "assert_fits()") == "torch"
     audit, policy = (_in_torch if in_torch else _in_jax)(fn, args, kwargs, low, policy)
+    refuse_own_region(audit.results, low)
     suggestion = audit.suggest(policy)
     if suggestion or is_broken(audit):
         called = getattr(fn, "__name__", type(fn).__name__)

@@ -18,6 +18,7 @@ from polymp import backends, text_table
 from polymp._api import framework_in, framework_of
 from polymp.diagnostics import rounding
 from polymp.diagnostics.alignment import blocks, shared_name
+from polymp.diagnostics.audit_records import Measured
 from polymp.diagnostics.call_record import FORWARD, Call, ruled
 from polymp.diagnostics.rounding import Gap, Run, gap, spread
 from polymp.diagnostics.tables import OUTSIDE
@@ -116,8 +117,8 @@ def assert_parity(
         ParityError: they differ; its text has the first op that differs, and in which dtype.
         TypeError: `torch_fn` is of JAX, or `jax_fn` of torch; `inputs` are no sequence or dict, or
             hold something else; a result is no array; `dtype` is neither a string nor a dtype.
-        ValueError: `dtype` is another dtype, an integer is too large for JAX, an input is empty or
-            not finite, or `probes` is too small.
+        ValueError: `dtype` is another dtype, a function has a region of another low dtype, an
+            integer is too large for JAX, an input is empty or not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
     """
     low = checked("assert_parity", dtype, probes, torch_fn=torch_fn, jax_fn=jax_fn)
@@ -194,7 +195,7 @@ def assert_close(
         TypeError: `fn` or `reference` is not callable, an argument or a result is something else,
             or nothing says which framework this is for.
         ValueError: `dtype` is another dtype, an input is empty or not finite, `probes` is too
-            small, or there is no such framework.
+            small, `fn` has a region of another low dtype, or there is no such framework.
         BackendMissingError: the framework is not installed.
     """
     low = checked("assert_close", dtype, probes, fn=fn, reference=reference)
@@ -266,6 +267,8 @@ def compare_programs(
     """Compare what two programs return and, if asked, the dtypes of their calls."""
     first, second = (program(*each) for each in programs)
     (one, written), (other, theirs) = first.ran(), second.ran()
+    for (*_, low, _, _), run in zip(programs, (written, theirs), strict=True):
+        refuse_own_region(run.calls, low)
     _same_structure(one, other, names)
     if same_dtypes:
         if parted := first_parted(written.calls, theirs.calls):
@@ -366,6 +369,16 @@ def checked(of: str, dtype: object, probes: int, **functions: object) -> str | N
                 f"{of}({', '.join(functions)}, ...)."
             )
     return None if name == "float32" else name
+
+
+def refuse_own_region(calls: Iterable[Call | Measured], low: str | None) -> None:
+    """Refuse a function whose own region, of another low dtype, holds for all that it did."""
+    ran = {call.region for call in calls if call.direction == FORWARD}
+    if low and low not in ran and (own := ", ".join(sorted(ran - {""}))):
+        raise ValueError(
+            f"the function has a region of its own in {own}, so that nothing of it ran in {low}. "
+            f"Give the function without that region, or write dtype={own!r}."
+        )
 
 
 def warn_without_floats(given: object, of: str) -> None:

@@ -39,11 +39,8 @@ def test_a_function_is_close_to_itself_in_a_low_dtype_and_the_tolerance_is_wider
     wide = assert_close(fn, fn, *inputs)
     assert [gap.error for gap in wide.gaps] == [0.0] * 3
     low = assert_close(fn, fn, *inputs, dtype="bf16")
-    assert [gap.what for gap in low.gaps] == [
-        "result",
-        "gradient of input[0]",
-        "gradient of input[1]",
-    ]
+    graded = [f"gradient of input[{i}]" for i in (0, 1)]
+    assert [gap.what for gap in low.gaps] == ["result", *graded]
     for one, other in zip(wide.gaps, low.gaps, strict=True):
         assert other.error > one.tolerance, "bfloat16 shows"
         assert 1000 * one.tolerance < other.tolerance < 0.2
@@ -69,17 +66,13 @@ def test_an_error_of_three_times_the_tolerance_fails(fw: Any, dtype: str | None)
 
 def test_the_first_op_that_differs_is_named(fw: Any) -> None:
     def with_gelu(exact: bool) -> Any:
-        def fn(x: Any, w: Any) -> Any:
-            return fw.xp.tanh(gelu(fw, exact)(fw.xp.exp(x) @ w))
-
-        return fn
+        return lambda x, w: fw.xp.tanh(gelu(fw, exact)(fw.xp.exp(x) @ w))
 
     with pytest.raises(ParityError) as caught:
         assert_close(with_gelu(False), with_gelu(True), fw.array(X), fw.array(W))
     error = caught.value
     assert error.op == {"torch": "gelu", "jax": "pow"}[fw.name], "in JAX, of the gelu by tanh"
-    heads = error.side_by_side.splitlines()[0].split()
-    assert heads == ["fn", "reference"]
+    assert error.side_by_side.splitlines()[0].split() == ["fn", "reference"]
     assert error.gaps[0].part
 
 
@@ -208,6 +201,10 @@ def test_what_overflows_or_vanishes_does_not_fit_and_the_error_is_that_of_the_au
     assert str(audit.suggest()) in text
     assert "audit of 1 step" in text
     assert assert_fits(fn, x, dtype="bfloat16").steps == 1
+    own: Any = region(fw.name, "bfloat16", "amp")(fn)  # which wins over that of the assertion
+    for check, functions in ((assert_fits, [own]), (assert_close, [own, fn])):
+        with pytest.raises(ValueError, match=r"^the function has a region of its own in bfloat16"):
+            check(*functions, x, dtype="float16")
     mine = audit.suggest().apply("amp")
     assert assert_fits(fn, x, dtype="float16", policy=mine).fault is None
 
@@ -259,12 +256,8 @@ def test_a_module_is_called_by_its_paths_and_a_policy_may_have_rows_for_them() -
     with pytest.raises(AssertionError, match=r"\[scopes\.\"1\"\]") as caught:
         assert_fits(model, tensor(X), dtype="float16")
     assert str(caught.value).startswith("Sequential does not fit float16 under policy torch-cpu")
-    assert_fits(
-        model,
-        tensor(X),
-        dtype="float16",
-        policy={"extends": "amp", "scopes": {"1": {"matmul": "fp32"}}},
-    )
+    policy = {"extends": "amp", "scopes": {"1": {"matmul": "fp32"}}}
+    assert_fits(model, tensor(X), dtype="float16", policy=policy)
 
 
 def test_bad_arguments_of_assert_fits() -> None:

@@ -158,16 +158,17 @@ def _contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
     hard = deciding(eqn, eqn.primitive.name, known)
     spelled = spelling(eqn)
     op = op_of(spelled)
-    row = winner(op, region, f"jax:{spelled}")
-    wants_8_bits = row is not None and row.rule is Rule.FP8
-    if not hard and not wants_8_bits:
+    rule = getattr(winner(op, region, f"jax:{spelled}"), "rule", None)
+    wants_8_bits = rule is Rule.FP8
+    as_given = rule is Rule.LOWER and any(a.aval.dtype == np.float64 for a in eqn.invars)
+    if not (hard or wants_8_bits or as_given):
         return frame.as_written(eqn)
     decision = decide(eqn, op, hard, region, spelled)
     how = in_8_bits(frame, eqn, known, op, region) if wants_8_bits else ""
     wide = {f for f in map(declared, eqn.invars) if f}
     preferred = eqn.params.get("preferred_element_type")
     asked = None if preferred is None else np.dtype(preferred).name  # a class or a name as well
-    if why := _why_as_written(eqn, asked) if hard else str(how):
+    if why := _why_as_written(eqn, asked) if hard or as_given else str(how):
         step, outs = frame.as_written(eqn)
         low = wants_8_bits or decision.rule is Rule.LOWER
         return step._replace(fallback=why if low else ""), outs
@@ -200,14 +201,16 @@ def _contraction(frame: Frame, eqn: Equation, region: Region) -> Planned:
 
 
 def _why_as_written(eqn: Equation, asked: str | None) -> str:
-    """Why a product runs as written, though some operand is eligible; "" if it does not."""
+    """Why a product with a rule runs as written all the same; "" if it does not."""
+    for atom in eqn.invars[:2]:
+        if declared(atom) is None:
+            return f"an operand is {atom.aval.dtype}"
     if asked is not None and asked not in ELIGIBLE:
         return f"its result is to be {asked}"
     if not _precision_is_default(precision := eqn.params.get("precision")):
         one = precision[0] if isinstance(precision, tuple) else precision
         return f"it asks for the precision {getattr(one, 'name', one)}"
-    other = (a.aval.dtype for a in eqn.invars[:2] if declared(a) is None)
-    return next((f"an operand is {dtype}" for dtype in other), "")
+    return ""
 
 
 def _why_float32(eqn: Equation, known: list[ValueFacts], region: Region) -> str:

@@ -559,7 +559,7 @@ def _by_traces(policy: Policy, op: Op, row: Row) -> bool:
 
 
 def _why(row: Row, ops: Sequence[Op]) -> str:
-    op = ops[0]
+    op = next((op for op in ops if op.jax or op.functions), ops[0])
     if op.jax or op.functions:
         return (
             f"jax cannot run {row.of!r} by rule {row.rule}: it has no low form of it. Leave the "

@@ -307,6 +307,8 @@ BAD_RULES = {
     "primitive in JAX.",
     ("class:fft", "lower"): "jax cannot run 'class:fft' by rule lower: it has no low form of it. "
     "Leave the row out, or say fp32.",
+    ("class:linear_algebra", "lower"): "jax cannot run 'class:linear_algebra' by rule lower: it "
+    "has no low form of it. Leave the row out, or say fp32.",
     ("jax:dot_genral", "lower"): "jax has no primitive 'dot_genral' whose dtype a policy may "
     "choose. Did you mean dot_general, ragged_dot_general?",
 }

@@ -501,7 +501,8 @@ def warn_of_unmatched(closed: ClosedProgram, region: Region, fn: object) -> None
 
 _NONE = (
     "it calls no module that has a name. Modules of linen and haiku have names, and so have models "
-    "of nnx and equinox that are called in it; for all else there is jax.named_scope(name)."
+    "of nnx and equinox that are called in it. To an nnx model that comes in another way, "
+    "polymp.jax.scoped(model) gives names; for all else there is jax.named_scope(name)."
 )
 
 

@@ -218,6 +218,8 @@ def test_a_pattern_that_matches_nothing_is_told_once():
     jax.jit(lambda x: fn(MODEL, x))(X)
     with pytest.warns(PolicyWarning, match=f"that no module of {type(MODEL).__name__} has"):
         autocast(MODEL, policy=policy("zzz"))(X)
+    with pytest.warns(PolicyWarning, match=r"polymp\.jax\.scoped\(model\) gives names"):
+        autocast(lambda x: x @ x.T, policy=policy("zzz"))(X)
 
 
 def test_patterns_are_sought_in_loops_and_regions_inside():

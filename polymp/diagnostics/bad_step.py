@@ -335,7 +335,8 @@ class CaughtStep(NoBlock, Generic[P, R]):
         in_a_row = all(b.step == a.step + max(a.undone, 1) for a, b in pairwise(last))
         if self._raises or not (goes_on and known) or (len(last) == MANY and in_a_row):
             raise BadStepError(report, last_good)
-        warn(str(report))
+        steps = f"\n  Steps {report.step} to {report.step + report.undone - 1} are left out."
+        warn(f"{report}{steps if report.undone > 1 else ''}")
         return before
 
     def _first_bad(self) -> tuple[BadStep, Any]:

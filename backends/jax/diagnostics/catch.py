@@ -58,9 +58,9 @@ def catch(
         every: calls between two copies.
         on_bad: "raise" raises the error, whose `last_good` has the arguments of the bad step, in
             the state before it. "report" warns, and the results have that state in place of the
-            bad one, so that training goes on without the batch; the losses are returned as they
-            are; three bad steps in a row raise. flax nnx objects among the arguments are put back
-            in both cases.
+            bad one, so that training goes on without the batch and those of steps that ran before
+            it showed; the losses are returned as they are; three bad steps in a row raise. flax nnx
+            objects among the arguments are put back in both cases.
 
     Returns:
         The wrapped step, with the same arguments and results.

@@ -95,7 +95,7 @@ def record(
 
     With probes, the record also has how far rounding moves each of these numbers. A probe is the
     same step with every result moved by a share of its rounding; probes run op by op beside the
-    step. Each takes its memory again, and three to five times its time; without probes, a recorded
+    step. Each takes its memory again, and two to three times its time; without probes, a recorded
     step takes two to four times its time, on CPUs, eight times with tiny tensors, and the memory of
     a copy of the parameters.
 

@@ -61,7 +61,7 @@ class StuckError(PolympError, RuntimeError):
 
 
 class UnscaledError(PolympError, RuntimeError):
-    """An optimizer stepped on gradients of a float16 region that no scaler has scaled."""
+    """An optimizer steps on gradients that went through float16, and no scaler takes the step."""
 
 
 class BadStepError(PolympError, RuntimeError):

@@ -382,7 +382,7 @@ class _Walk(Evaluation):
                 moved = jitted(_changes, "shape")(x, shape=shape)
             elif runs and x.size:
                 looks, rows = run_record.looks_of(shape[1]), wide(rows)
-                moved = _moved(rows[0], rows[1:], looks, np)
+                moved = _changed(rows[0], rows[1:], looks, np)
         self.summaries.append(_Summary(row, numbers, moved, own))
         return frozenset([len(self.summaries) - 1])
 
@@ -447,14 +447,15 @@ def _changes(x: jax.Array, shape: tuple[int, int]) -> Any:
     rows, looks = x.reshape(shape), run_record.looks_of(shape[1])
 
     def change(at: jax.Array) -> Any:
-        return _moved(wide(rows[0]), wide(rows[at])[None], looks, jnp)[0]
+        return _changed(wide(rows[0]), wide(rows[at])[None], looks, jnp)[0]
 
     with jax.default_matmul_precision("highest"):
         # One after the other: less memory is touched.
         return lax.map(change, jnp.arange(1, len(rows)))
 
 
-def _moved(x: Any, rows: Any, looks: run_record.Looks, xp: Any) -> Any:
+def _changed(x: Any, rows: Any, looks: run_record.Looks, xp: Any) -> Any:
+    """`run_record.changes` of a row in others, in numpy or in JAX."""
     x, by = (xp.nan_to_num(each, nan=0.0, posinf=0.0, neginf=0.0) for each in (x, rows - x))
     return run_record.changes(x, by, looks, xp).astype(np.float32)
 

@@ -283,11 +283,7 @@ class _Step(Subscriber):
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
             self._reads, unread = {}, ran.unread if writes else ()
-            into = ran.into if writes and not ran.op_call.place.updating else ()
-            found = [key for key in map(modes.storage_key, into) if key in self._within]
-            self._writes = {key: self._within[key] for key in found}
-            new = [n for key in found if key not in self._updated for n in self._within[key]]
-            self._note_update(new)
+            self._note_writes(ran)
             for at, t in enumerate(tensors(*ran.args, *ran.kwargs.values())):
                 if id(t) not in unread:
                     for array in self._made_of(t, ran.op_call, at):
@@ -296,6 +292,14 @@ class _Step(Subscriber):
                 self._spent.update(self._reads if self._writes else ())
             if not ran.op_call.place.compiled:
                 self._probes.before(ran)
+
+    def _note_writes(self, ran: Ran) -> None:
+        """Note the parameters that an op updates, before it does."""
+        into = ran.into if ran.facts.writes and not ran.op_call.place.updating else ()
+        found = [key for key in map(modes.storage_key, into) if key in self._within]
+        self._writes = {key: self._within[key] for key in found}
+        new = (key for key in found if key not in self._updated)
+        self._note_update([name for key in new for name in self._within[key]])
 
     def _made_of(self, t: torch.Tensor, op_call: OpCall, at: int) -> _Makers:
         """Return the arrays that an operand was made of; one that none made is one itself."""

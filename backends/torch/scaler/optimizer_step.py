@@ -233,7 +233,7 @@ def expect_scaler(action: Literal["warn", "raise"] = "warn") -> hooks.RemovableH
 
     _checks.add(look)
     handle = register_optimizer_step_pre_hook(look)
-    if action == "raise":  # before checks that only warn, which would take note of the regions
+    if action == "raise":  # before checks that only warn, which would forget the gradients
         hooks_in_order: Any = handle.hooks_dict_ref()
         hooks_in_order.move_to_end(handle.id, last=False)
     return handle

@@ -39,6 +39,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # also where polymp is not installed
 import polymp
+from polymp.backends import MULTIPLY_BFLOAT16, processor
 
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
@@ -175,8 +176,8 @@ def machine(*packages: str, device: str = "cpu") -> dict[str, Any]:
             is imported, is asked for it, or else nvidia-smi.
 
     Returns:
-        kind, architecture, cores (that this process may use), load (of the last five minutes),
-        python and versions.
+        kind, architecture (with the CPU's features that multiply bfloat16), cores (that this
+        process may use), load (of the last five minutes), python and versions.
     """
     found = {}
     for name in packages:
@@ -185,21 +186,16 @@ def machine(*packages: str, device: str = "cpu") -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     found["polymp"] = polymp.__version__
+    kind, features = processor()
+    low = [name for name in MULTIPLY_BFLOAT16 if name in (features or ())]
     return {
-        "kind": _processor() if device == "cpu" else _gpu(),
-        "architecture": platform.machine(),
+        "kind": kind if device == "cpu" else _gpu(),
+        "architecture": ", ".join([platform.machine(), *low]),
         "cores": len(os.sched_getaffinity(0)),
         "load": round(os.getloadavg()[1], 1),
         "python": platform.python_version(),
         "versions": found,
     }
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _gpu() -> str:

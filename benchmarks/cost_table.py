@@ -8,7 +8,7 @@ from __future__ import annotations
 import tomllib
 from pathlib import Path
 
-from records import DEVICES, Devices, Record, medians, rows, table
+from records import DEVICES, FEW_DEVICES, Devices, Record, medians, rows, table
 
 README = Path(__file__).parent.parent / "README.md"
 PROJECT = Path(__file__).parent.parent / "pyproject.toml"
@@ -55,7 +55,7 @@ def cost(parts: dict[str, Devices]) -> str:
     urls = tomllib.loads(PROJECT.read_text())["project"]["urls"]
     folder = f"{urls['Repository']}/blob/main/benchmarks/results"
     chosen = {part: parts.get(part, {}) for part in COST}
-    devices = [d for d in DEVICES if any(d in records for records in chosen.values())]
+    devices = [d for d in FEW_DEVICES if any(d in records for records in chosen.values())]
     files, lines = [], []
     for part, records in chosen.items():
         by = {d: {r.what: r for r in rows(record)} for d, record in records.items()}
@@ -70,6 +70,7 @@ def cost(parts: dict[str, Devices]) -> str:
         made = [
             f"[{DEVICES[d]}]({folder}/{record['file']}) ({_measured(record)})"
             for d, record in records.items()
+            if d in FEW_DEVICES
         ]
         if made:
             files.append(f"- {SOURCES[part]}: {', '.join(made)}.")

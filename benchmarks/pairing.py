@@ -216,7 +216,8 @@ def save(
 
     Args:
         part: the benchmark, as "torch-speed".
-        device: "cpu" or "cuda"; JAX's "gpu" is "cuda" here, so that one column has both.
+        device: "cpu" or "cuda"; JAX's "gpu" is "cuda" here, so that one column has both. A CPU
+            with AMX has a record of its own, "amx".
         data: machine, tables, and the rest.
         out: the file; by default one in results, by date, part and device.
         date: of the figures, as "2026-11-22"; by default today's.
@@ -225,6 +226,8 @@ def save(
         ValueError: two rows have the same `what`, or a reason is given for a row that is not there.
     """
     device = "cuda" if device == "gpu" else device
+    if device == "cpu" and "amx_bf16" in (processor()[1] or ()):
+        device = "amx"
     rows = [r for table in data.get("tables", {}).values() for r in table]
     names = [r.what for r in rows]
     if twice := {name for name in names if names.count(name) > 1}:

@@ -39,7 +39,8 @@ PARTS = {
     "fp8": "Products of 8-bit operands",
     "fp8-layers": "Layers in 8 bits",
 }
-DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+DEVICES = {"cpu": "CPU", "amx": "CPU with AMX", "cuda": "GPU"}
+FEW_DEVICES = ("cpu", "cuda")  # of tables that have no room for more
 
 # Rows and lists of older records about what polymp no longer has.
 RETIRED = ("*: held*", "*hold_casts*", "Memory of held casts*")

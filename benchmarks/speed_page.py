@@ -287,7 +287,7 @@ def _machines(parts: dict[str, Devices]) -> list[str]:
         for device, record in devices.items():
             m = record["machine"]
             versions = ", ".join(f"{name} {v}" for name, v in m["versions"].items())
-            kind = f"{m['kind']} ({m['architecture']})" if device == "cpu" else m["kind"]
+            kind = f"{m['kind']} ({m['architecture']})" if device != "cuda" else m["kind"]
             link = f"[{DEVICES[device]}]({record['file']})"
             lines.append(
                 [PARTS.get(part, part), link, record["date"], kind, str(m["cores"]),

@@ -2,8 +2,8 @@
 
     argv -> collect(args) -> data -> JSON | draw(data) -> exit code
 
-Here are the arguments; `policies`, `check`, `doctor` and `records` find the data and draw it.
-`check` and `doctor` alone import torch and jax.
+Here are the arguments, and `compare`; `policies` and `doctor` find the data of the others and draw
+it. `check` and `doctor` alone import torch and jax.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any
 
 import polymp
 from polymp import backends, text_table
-from polymp.cli import check, doctor, policies, records
+from polymp.cli import doctor, policies
 from polymp.errors import BackendMissingError, PolicyError, UsageError, escaped
 
 Data = dict[str, Any]
@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("policies", nargs=2, metavar="POLICY", help=named)
 
     text = "compare two records of runs, and find the first call that rounding cannot explain"
-    runs = command("compare", text, records.compared, None)  # it sets its own
+    runs = command("compare", text, _compared, None)  # it sets its own
     text = "a file that polymp.torch.record or polymp.jax.record wrote"
     runs.add_argument("one", metavar="A", help=text)
     runs.add_argument("other", metavar="B", help=f"another: {text}")
@@ -141,14 +141,14 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_argument(
         "--modules",
         metavar="THEIRS=OURS",
-        type=records.renamed,
+        type=_renamed,
         action="append",
         default=[],
         help=text,
     )
 
     text = "read a policy and check that torch and jax can run ops by each row"
-    asked = command("check", text, check.checked, check.draw)
+    asked = command("check", text, policies.checked, policies.draw_faults)
     asked.add_argument("policy", help=named)
     text = "check for this one; if left out, both"
     asked.add_argument("--backend", choices=backends.NAMES, help=text)
@@ -158,6 +158,37 @@ def _parser() -> argparse.ArgumentParser:
     text = "time the model that the function returns with example inputs, in each dtype"
     examine.add_argument("--model", metavar="MODULE:FUNCTION", help=text)
     return parser
+
+
+def _compared(args: argparse.Namespace) -> Data:
+    """The comparison of two records, also as a page if a path for one is given."""
+    try:
+        from polymp.diagnostics.compare import compare
+        from polymp.errors import RecordError
+    except ModuleNotFoundError as error:
+        raise UsageError(
+            f"compare needs the package {error.name}: pip install {error.name}."
+        ) from None
+    try:
+        found = compare(args.one, args.other, modules=dict(args.modules) or None)
+        if args.html is not None:
+            found.to_html(args.html)
+    except RecordError as error:
+        raise UsageError(str(error)) from None
+    except OSError as error:
+        raise UsageError(f"--html: cannot write {args.html!r}: {error.strerror}.") from None
+    args.draw = lambda data: [str(found).split("\n")]  # made of more than its data
+    return found.to_dict()
+
+
+def _renamed(given: str) -> tuple[str, str]:
+    """A module path of the other record and that of the first, of "THEIRS=OURS"."""
+    theirs, equals, ours = given.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(
+            f"{given!r} is no pair of module paths. Write THEIRS=OURS: model.layers=blocks"
+        )
+    return theirs, ours
 
 
 def _wrapped(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`polymp policies`, `show` and `diff`: policies and their rules, as data and as text.
+"""`polymp policies`, `show`, `diff` and `check`: policies and their rules, as data and as text.
 
 All that is drawn is in the data, which is what `--json` prints; a `Row` as an object.
 """
@@ -12,9 +12,9 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from polymp import text_table
+from polymp import backends, text_table
 from polymp.diagnostics.call_record import by
-from polymp.errors import UsageError
+from polymp.errors import NoPolicyError, PolicyError, UsageError
 from polymp.rules import policy_files, scopes
 from polymp.rules.policy import Policy
 from polymp.rules.row import LOW, Row, Rule
@@ -224,3 +224,63 @@ def _merged(by_dtype: Mapping[str, Any]) -> str:
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
     return "\n".join(f"{low}: {text}" for low, text in texts.items())
+
+
+# `polymp check`: whether a policy can be read, and which of its rows a backend refuses.
+
+
+def checked(args: argparse.Namespace) -> Data:
+    """Return the faults of a policy: rows that the backends refuse."""
+    asked = [args.backend] if args.backend else list(backends.NAMES)
+    data: Data = {"policy": args.policy, "ok": False, "rows": 0, "backends": {}, "errors": []}
+    if args.backend:
+        backends.get(args.backend)  # says what to install
+    try:
+        policy = policy_files.load(args.policy)
+    except NoPolicyError as error:
+        raise UsageError(str(error)) from None
+    except PolicyError as error:
+        return data | {"errors": [str(error)]}
+    if not policy.rows:
+        why = f'{args.policy} has no rows. Write rows below [rules], or extends = "amp".'
+        return data | {"errors": [why]}
+    for name in asked:
+        refused: list[Data] | None = None
+        if name in backends.installed():
+            said = _refusals(name, policy)
+            refused = [{"row": row, "why": why} for row, why in said.items()]
+            data["errors"] += [f"{why} [{row}]" for row, why in said.items()]
+        data["backends"][name] = refused
+    return data | {"ok": not data["errors"], "rows": len(policy.rows)}
+
+
+def _refusals(backend: str, policy: Policy) -> Mapping[Row, str]:
+    """The rows that a backend cannot run ops by, each with the reason."""
+    if backend == "jax":
+        from polymp.backends.jax.autocast.api import refusals as in_jax
+
+        return in_jax(policy)
+    from polymp.backends.torch.autocast.torch_table import DEVICES, lacking
+    from polymp.backends.torch.autocast.torch_table import refusals as in_torch
+
+    nowhere: dict[Row, str] = {}  # rows without a low kernel on any device
+    for scope, low in itertools.product({row.scope for row in policy.rows}, LOW):
+        inside = policy.at(path_inside(scope))
+        first, *others = (lacking(inside, device, low) for device in DEVICES)
+        for row, why in first.items():
+            if all(row in other for other in others):
+                nowhere.setdefault(row, why)
+    return nowhere | dict(in_torch(policy))
+
+
+def draw_faults(data: Data) -> Iterator[str]:
+    """A line for the policy and each backend; errors go to standard error."""
+    if not data["rows"] and data["errors"]:
+        yield f"{data['policy']}: wrong, so that no row was checked"
+        return
+    yield f"{data['policy']}: {data['rows']} rows"
+    for name, refused in data["backends"].items():
+        if refused is None:
+            yield f"{name}: not installed, not checked"
+        else:
+            yield f"{name}: {f'refuses {len(refused)}' if refused else 'accepts all rows'}"

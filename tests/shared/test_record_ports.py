@@ -119,6 +119,23 @@ def test_of_packed_weights_the_gradient_alone_is_not_compared() -> None:
 
 # --- a port that is one function ------------------------------------------------------------------
 
+
+def ported(model: Any, step: Any, port: Any, *given: Any, probes: int = 8) -> list[Comparison]:
+    """A step in torch and its port, a function of the parameters by name and of the same arrays."""
+    import jax.numpy as jnp
+
+    import polymp.jax
+    import polymp.torch
+
+    recorder = polymp.torch.record(None, model, probes=probes)
+    with recorder:
+        step(*given)
+    params = {name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
+    recorded = polymp.jax.record(None, port, probes=probes)
+    recorded(params, *(jnp.asarray(x.numpy()) for x in given))
+    return both_ways(recorder.record, recorded.record)
+
+
 VOCABULARY, WIDTH, HEADS, BATCH, LENGTH = 32, 32, 4, 4, 12
 
 
@@ -134,9 +151,6 @@ def test_a_fault_is_named_though_the_loss_or_its_gradient_agree(shifted: bool) -
     import torch
     from torch import nn
 
-    import polymp.jax
-    import polymp.torch
-
     torch.manual_seed(0)
     parts = {"e": nn.Embedding(VOCABULARY, WIDTH)}
     parts |= {name: nn.Linear(WIDTH, WIDTH) for name in "qkv"}
@@ -145,8 +159,7 @@ def test_a_fault_is_named_though_the_loss_or_its_gradient_agree(shifted: bool) -
     ends = (slice(-1), slice(1, None)) if shifted else (slice(None), slice(None))
     split = BATCH, LENGTH, HEADS, WIDTH // HEADS
 
-    recorder = polymp.torch.record(None, model)
-    with recorder:
+    def step(tokens: Any) -> None:
         x = model["e"](tokens)
         q, k, v = (model[name](x).view(split).transpose(1, 2) for name in "qkv")
         weights = (q @ k.mT / (WIDTH // HEADS) ** 0.5).softmax(-1)
@@ -165,10 +178,7 @@ def test_a_fault_is_named_though_the_loss_or_its_gradient_agree(shifted: bool) -
         logs, targets = jax.nn.log_softmax(scores[:, ends[0]], -1), tokens[:, ends[1], None]
         return -jnp.take_along_axis(logs, targets, -1).mean()
 
-    params = {name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
-    port = polymp.jax.record(None, jax.value_and_grad(loss), probes=4)
-    port(params, jnp.asarray(tokens.numpy()))
-    for found in both_ways(recorder.record, port.record):
+    for found in ported(model, step, jax.value_and_grad(loss), tokens, probes=4):
         assert found.first is not None
         assert (found.first.array.name, found.first.array.direction) == ("div", FORWARD)
 
@@ -182,17 +192,13 @@ def test_a_gelu_by_tanh_is_named_though_the_loss_or_a_norm_hardly_differs(last: 
     import torch
     from torch import nn
 
-    import polymp.jax
-    import polymp.torch
-
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), getattr(nn, last)(16)
     )
     net.append(nn.Linear(16, 16))
-    given = torch.randn(16, 16)
-    recorder = polymp.torch.record(None, net)
-    with recorder:
+
+    def step(given: Any) -> None:
         net[5](net[4](given + net[:4](given))).square().mean().backward()
 
     def loss(p: Any, given: Any) -> Any:
@@ -207,10 +213,7 @@ def test_a_gelu_by_tanh_is_named_though_the_loss_or_a_norm_hardly_differs(last: 
         x = given + linear(3, jax.nn.gelu(linear(1, norm(0, given))))
         return (linear(5, norm(4, x) if last == "LayerNorm" else x) ** 2).mean()
 
-    params = {name: jnp.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
-    port = polymp.jax.record(None, jax.value_and_grad(loss))
-    port(params, jnp.asarray(given.numpy()))
-    here, there = both_ways(recorder.record, port.record)
+    here, there = ported(net, step, jax.value_and_grad(loss), torch.randn(16, 16))
     assert here.first is not None
     assert there.first is not None
     assert here.first.array.name == "gelu", str(here)
@@ -225,23 +228,16 @@ def test_another_mask_is_named_though_no_result_tells() -> None:
     import jax.numpy as jnp
     import torch
 
-    import polymp.jax
-    import polymp.torch
+    def step(q: Any, k: Any, v: Any, *seen: Any) -> None:
+        ((q @ k.mT).masked_fill(~seen[0], -torch.inf).softmax(-1) @ v).mean()
+
+    def mixed(_: Any, q: Any, k: Any, v: Any, *seen: Any) -> Any:
+        return (jax.nn.softmax(jnp.where(seen[-1], q @ k.mT, -jnp.inf), -1) @ v).mean()
 
     q, k = torch.randn(2, 4, 16, 8, generator=torch.Generator().manual_seed(0))
-    v, seen = torch.ones(4, 16, 8), np.tri(16, dtype=bool)
-    recorder = polymp.torch.record(None, torch.nn.Identity())
-    with recorder:
-        scores = (q @ k.mT).masked_fill(~torch.tensor(seen), -torch.inf)
-        (scores.softmax(-1) @ v).mean()
-
-    def mixed(q: Any, k: Any, v: Any, seen: Any) -> Any:
-        return (jax.nn.softmax(jnp.where(seen, q @ k.mT, -jnp.inf), -1) @ v).mean()
-
     for shift in (0, 1):  # the right mask, and one that shows one token more
-        port = polymp.jax.record(None, mixed)
-        port(*(jnp.asarray(x.numpy()) for x in (q, k, v)), np.tri(16, k=shift, dtype=bool))
-        for found in both_ways(recorder.record, port.record):
+        seen = [torch.tensor(np.tri(16, k=k, dtype=bool)) for k in (0, shift)]
+        for found in ported(torch.nn.Identity(), step, mixed, q, k, torch.ones(4, 16, 8), *seen):
             first = found.first and found.first.array.name
             assert first in (("masked_fill", "where") if shift else (None,)), str(found)
 
@@ -252,17 +248,10 @@ def test_what_a_port_returns_is_compared_whichever_is_the_first(factor: float) -
     import jax.numpy as jnp
     import torch
 
-    import polymp.jax
-    import polymp.torch
-
     net = torch.nn.Linear(16, 4)
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    recorder = polymp.torch.record(None, net)
-    with recorder:
-        net(x).tanh()
-    port = polymp.jax.record(None, lambda x, w, b: jnp.tanh(x @ w.T + b) * factor)
-    port(*(jnp.asarray(t.detach().numpy()) for t in (x, net.weight, net.bias)))
-    for found in both_ways(recorder.record, port.record):
+    port = lambda p, x: jnp.tanh(x @ p["weight"].T + p["bias"]) * factor  # noqa: E731
+    for found in ported(net, lambda x: net(x).tanh(), port, x):
         assert found.explained == (factor == 1), str(found)
 
 
@@ -270,25 +259,19 @@ def test_what_a_port_returns_is_compared_whichever_is_the_first(factor: float) -
 def test_a_loss_that_jax_grad_leaves_out_is_no_difference(factor: float) -> None:
     need("jax")
     import jax
-    import jax.numpy as jnp
     import torch
-
-    import polymp.jax
-    import polymp.torch
 
     net = torch.nn.Linear(16, 4)
     x, y = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
-    recorder = polymp.torch.record(None, net)
-    with recorder:
-        ((net(x) - y[:, :4]) ** 2).mean().backward()
+
+    def step(x: Any, y: Any, _: Any) -> None:
+        ((net(x) - y) ** 2).mean().backward()
 
     def loss(p: Any, x: Any, y: Any) -> Any:
         return factor * ((x @ p["weight"].T + p["bias"] - y) ** 2).mean()
 
-    params = {name: jnp.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
-    port = polymp.jax.record(None, lambda p, x, y, n: (jax.grad(loss)(p, x, y), n + 1))
-    port(params, *(jnp.asarray(t.numpy()) for t in (x, y[:, :4])), jnp.float32(0))
-    for found in both_ways(recorder.record, port.record):
+    port = lambda p, x, y, n: (jax.grad(loss)(p, x, y), n + 1)  # noqa: E731
+    for found in ported(net, step, port, x, y[:, :4], torch.zeros(())):
         assert found.explained == (factor == 1), str(found)
 
 
@@ -299,13 +282,10 @@ def test_what_a_loss_is_multiplied_by_raises_no_alarm() -> None:
     import jax.numpy as jnp
     import torch
 
-    import polymp.jax
-    import polymp.torch
-
     net = torch.nn.Linear(6, 6)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    recorder = polymp.torch.record(None, net)
-    with recorder:
+
+    def step(x: Any) -> None:
         y = net(x)
         ((y**2).sum() / 4 - 0.5 * (y - y.exp()).sum() / 4).backward()
 
@@ -313,8 +293,42 @@ def test_what_a_loss_is_multiplied_by_raises_no_alarm() -> None:
         y = x @ p["weight"].T + p["bias"]
         return (y**2).sum() / 4 + (-0.5 * (y - jnp.exp(y))).sum() / 4
 
-    params = {name: jnp.asarray(p.detach().numpy()) for name, p in net.named_parameters()}
-    port = polymp.jax.record(None, jax.value_and_grad(loss))
-    port(params, jnp.asarray(x.numpy()))
-    for found in both_ways(recorder.record, port.record):
+    for found in ported(net, step, jax.value_and_grad(loss), x):
         assert found.explained, str(found)
+
+
+@pytest.mark.parametrize("eps", [1e-5, 1e-3])
+def test_a_fault_behind_a_loop_is_named_and_not_the_loop(eps: float) -> None:
+    """An LSTM is one op in torch; in JAX two scans, whose outputs are stacked."""
+    need("jax")
+    import jax
+    import jax.numpy as jnp
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"rnn": nn.LSTM(6, 8, bidirectional=True), "norm": nn.LayerNorm(16)})
+
+    def step(x: Any) -> None:
+        net["norm"](net["rnn"](x)[0]).square().mean().backward()
+
+    def loss(p: Any, x: Any) -> Any:
+        def outputs(end: str) -> Any:
+            def cell(state: Any, x: Any) -> Any:
+                gates = x @ p[f"rnn.weight_ih_l0{end}"].T + p[f"rnn.bias_ih_l0{end}"]
+                gates += state[0] @ p[f"rnn.weight_hh_l0{end}"].T + p[f"rnn.bias_hh_l0{end}"]
+                i, f, g, o = jnp.split(gates, 4, -1)
+                c = jax.nn.sigmoid(f) * state[1] + jax.nn.sigmoid(i) * jnp.tanh(g)
+                h = jax.nn.sigmoid(o) * jnp.tanh(c)
+                return (h, c), h
+
+            return jax.lax.scan(cell, (jnp.zeros((4, 8)),) * 2, x, reverse=bool(end))[1]
+
+        x = jnp.concatenate([outputs(""), outputs("_reverse")], -1)
+        x = x - x.mean(-1, keepdims=True)
+        x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps)
+        return ((x * p["norm.weight"] + p["norm.bias"]) ** 2).mean()
+
+    for found in ported(net, step, jax.value_and_grad(loss), torch.randn(5, 4, 6)):
+        assert found.explained == (eps == 1e-5), str(found)
+        assert found.explained or not {"rnn", "stack"} & {*names(found).split()}, str(found)

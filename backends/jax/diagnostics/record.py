@@ -150,8 +150,9 @@ def record(
     `fn` itself is called as it is: its results are the same, every bit of them. Recorded is its
     traced program, which runs before `fn`, equation by equation: each array that goes in, the
     result of each op call, forward and backward, and each array that comes out, an argument that
-    comes back as an update of it. A `scan` has rows of each turn. An optimizer of optax has none;
-    `while` loops and `shard_map` have their results. Callbacks with a result are called once more.
+    comes back as an update of it. A `scan` has rows of each turn, and one of what it stacks, if
+    another call reads that. An optimizer of optax has none; `while` loops and `shard_map` have
+    their results. Callbacks with a result are called once more.
 
     On CPUs a recorded call takes five to ten times as long as `fn` without probes, and 30 to 40
     times with eight, if its arrays are large: each equation is a program of its own. With small
@@ -236,6 +237,8 @@ class _Walk(Evaluation):
         self._call, self._patterns = program, options.modules
         self._inputs: dict[int, int] = {}  # places of their rows
         self._written: frozenset[int] = NOWHERE  # what references have been made of
+        # By identity, the sources of what a scan has stacked, and those that others read.
+        self._stacks: dict[int, tuple[list[Any], frozenset[int]]] = {}
         self.summaries: list[_Summary] = []
         self.in_numpy = run_record.Summaries()
         self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
@@ -297,7 +300,7 @@ class _Walk(Evaluation):
         name = eqn.primitive.name
         if inside(eqn) and name not in CLOSED:
             return super().equation(at, eqn, values, around)
-        reads = NOWHERE.union(*(_all(value.sources) for value in values))
+        reads = NOWHERE.union(*map(self._sources, values))
         made = super().equation(at, eqn, values, around)
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
             self.left_out["on references, which jax.new_ref makes"] += 1
@@ -326,6 +329,19 @@ class _Walk(Evaluation):
 
     # Rows
 
+    def _sources(self, value: Value) -> frozenset[int]:
+        """Where a value comes from; what a scan of the forward pass stacks gets a row for it."""
+        turns = value.sources
+        if not isinstance(turns, list):
+            return value.sources
+        last = max(_all(turns), default=-1)
+        if last < 0 or self.summaries[last].row.direction == BACKWARD or not is_float(value.x):
+            return _all(turns)
+        if id(turns) not in self._stacks:
+            made = self.summaries[last].row._replace(rule="")
+            self._stacks[id(turns)] = turns, self._add(RESULT, "stack", value, _all(turns), made)
+        return self._stacks[id(turns)][1]
+
     def _ended(self, key: Key) -> Call | None:
         """The call that an equation ends with a result; None of any other equation."""
         at = self._call.numbers.get(key)
@@ -351,7 +367,7 @@ class _Walk(Evaluation):
         name: str,
         value: Value,
         reads: frozenset[int] = NOWHERE,
-        call: Call | None = None,
+        call: Call | RecordedArray | None = None,
         own: tuple[float, float, Any] = _EXACT,
     ) -> frozenset[int]:
         """Add a row, after those of the inputs that it is the first to read; where it came from."""

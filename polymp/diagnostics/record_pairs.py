@@ -433,6 +433,8 @@ class Pairs:
         """All pairs in program order, and the first that rounding does not explain."""
         rows = [*self._in_program_order(*self._alone())]
         off = [row for row in rows if row.verdict in (UNEXPLAINED, ALONE)]
+        if self.by_values:  # what stacks weights, say, is named if nothing that computes is off
+            off = [r for r in off if not (r.verdict == ALONE and _arranges(r.array))] or off
         # What is made of nothing that both have, as a mask, may be a part of what the other splits.
         first = next(filter(self._reads_shared, off), next(iter(off), None))
         alone = first is not None and (first.one is None or first.other is None)
@@ -658,6 +660,10 @@ def _alike(one: RecordedArray, other: RecordedArray) -> bool:
     return one.kind == other.kind and (
         one.kind != RESULT or shared_name(one.name) == shared_name(other.name)
     )
+
+
+def _arranges(a: RecordedArray) -> bool:
+    return a.kind == RESULT and vocabulary().op(a.name).kind == "layout"
 
 
 # --- what only one run has ------------------------------------------------------------------------

@@ -116,13 +116,11 @@ def freeze(
     kind = device_type or device_of(t for t in names(model).values() if t.is_floating_point())
     if dtype is not None and not isinstance(dtype, torch.dtype):
         dtype = dtype_names.of(dtype, "freeze(): dtype")
-    with warnings.catch_warnings(action="ignore"):  # that it is disabled
+    with warnings.catch_warnings(record=True, action="always") as told:
         region = autocast(kind, dtype, policy=policy)
     if not region._enabled:
-        raise PolicyError(
-            f"freeze(): autocast({kind!r}, {region.fast_dtype}) is disabled by torch, so that "
-            "nothing would run low. Write dtype=torch.bfloat16 or dtype=torch.float16."
-        )
+        why = " ".join(str(one.message) for one in told)
+        raise PolicyError(f"freeze(): autocast({kind!r}, {region.fast_dtype}) is disabled: {why}")
     name = type(model).__name__
     frozen_for = FrozenFor(region, model.__dict__.get(Scoped.KEY))
     groups = _groups(model, kind)
@@ -359,18 +357,33 @@ class Trial:
                 group.stays("not used in the examples")
 
     def verify(self) -> None:
-        """Run the examples with the weights stored low, and compare."""
+        """Run the examples with the weights stored low, and raise if an op or a bit differs."""
         for case, (results, ops) in zip(self._cases, self._plain, strict=True):
             low = self._uses(Group(group.tensors, "seen already") for group in self.groups)
-            error, ran_same = None, False
+            error: Exception | None = None
             try:
                 self._run(case, watch=low)
                 ran_same = freeze_usage.same(self._run(case), results)
             except Exception as raised:
-                error = raised
+                error, ran_same = raised, False
             difference = freeze_usage.first_difference(low.ops, ops)
-            if difference or not ran_same:
-                self._refuse(case, difference or (None, None), error)
+            if ran_same and not difference:
+                continue
+            what = f"freeze(): {self._name}, called with example {case[0]},"
+            if error is None and not freeze_usage.same(self._run(case), self._run(case)):
+                raise PolicyError(
+                    f"{what} gives other bits each time, so that nothing can be compared. Call "
+                    "torch.use_deterministic_algorithms(True) before freeze()."
+                )
+            ours, theirs = difference or (None, None)
+            shown = f" It raises {type(error).__name__}: {error}" if error else ""
+            low_dtype = dtype_names.NAMES[self._region.fast_dtype]
+            raise PolicyError(
+                f"{what} does not run with weights in {low_dtype} as under autocast.{shown} "
+                f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "
+                f"{theirs or 'not there'}. The model was not changed. Freeze the submodules "
+                "without this op."
+            ) from error
 
     def _uses(self, groups: Iterable[Group]) -> freeze_usage.Uses:
         return freeze_usage.Uses(groups, self._region.fast_dtype, self._paths)
@@ -403,29 +416,6 @@ class Trial:
             before.put_back()
             for group in self.groups:
                 group.put_back()
-
-    def _refuse(
-        self,
-        case: tuple[int, bool],
-        difference: tuple[freeze_usage.Op | None, freeze_usage.Op | None],
-        error: Exception | None,
-    ) -> NoReturn:
-        """Raise an error with the first op in which the model with low weights differs."""
-        what = f"freeze(): {self._name}, called with example {case[0]},"
-        if error is None and not freeze_usage.same(self._run(case), self._run(case)):
-            raise PolicyError(
-                f"{what} gives other bits each time, so that nothing can be compared. Call "
-                "torch.use_deterministic_algorithms(True) before freeze()."
-            ) from error
-        ours, theirs = difference
-        raised = f" It raises {type(error).__name__}: {error}" if error else ""
-        low_dtype = dtype_names.NAMES[self._region.fast_dtype]
-        raise PolicyError(
-            f"{what} does not run with weights in {low_dtype} as under autocast.{raised} "
-            f"The first op that differs is {ours or 'none that is seen'}; under autocast it is "
-            f"{theirs or 'not there'}. The model was not changed. Freeze the submodules without "
-            "this op."
-        ) from error
 
 
 def _copied(tree: Any) -> Any:

@@ -174,6 +174,8 @@ def why_kept(p: Param) -> str:
     """Return why a parameter cannot be stored low; "" if it can."""
     if distributed.in_fsdp1(p):
         return "is a part of FSDP1's flat parameter"
+    if hasattr(type(distributed.local(p)), "__tensor_flatten__"):
+        return f"is a {type(p).__name__}, whose numbers are in other tensors"
     return freeze_usage.why_kept(p, torch.float32, torch.bfloat16)
 
 

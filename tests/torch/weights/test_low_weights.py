@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from polymp.backends.torch.weights import low_step, update_watch
 from polymp.errors import LowWeightsWarning
@@ -124,12 +125,11 @@ def test_parameters_without_use_are_kept() -> None:
     assert optimizer.kept == {extra: "is not used in the forward pass"}
 
 
-def test_other_dtypes_are_kept() -> None:
-    double, half = (nn.Parameter(torch.zeros(3, dtype=d)) for d in (torch.float64, torch.half))
-    empty = nn.Parameter(torch.zeros(0))
-    one = nn.Parameter(torch.zeros(3))
-    optimizer = low_weights(torch.optim.SGD([double, half, empty, one], lr=0.1))
-    assert optimizer.kept == {double: "is float64", half: "is float16", empty: "is empty"}
+def test_other_dtypes_and_classes_are_kept() -> None:
+    low, double, half = (torch.zeros(3, dtype=d) for d in (torch.float, torch.double, torch.half))
+    kept = {double: "is float64", half: "is float16", torch.zeros(0): "is empty"}
+    kept[TwoTensor(low, low)] = "is a TwoTensor, whose numbers are in other tensors"
+    assert low_weights(torch.optim.SGD([low, *kept], lr=0.1)).kept == kept
 
 
 def test_parameters_in_bfloat16_already_get_what_they_need() -> None:

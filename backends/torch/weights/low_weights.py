@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from polymp import weights
@@ -43,7 +44,7 @@ def low_weights(
 
     Parameters stay the same objects; their memory, and that of their gradients, is low from now on.
     Call it after the optimizer is made and the model is on its device and sharded (FSDP2), and
-    before DDP, a scheduler and the first step.
+    before DDP, a scheduler, the first step, and the first run of a sharded model.
 
     Where a region only casts a weight to its dtype, `master` and `split` train to the same bits as
     float32 parameters, up to the sum of several gradients of one weight. Weights that float32 ops
@@ -58,7 +59,7 @@ def low_weights(
         keep: what stays float32; all else is stored low. A function that runs the model in its
             region, for the parameters that the region does not only cast to bfloat16: it is
             called once, and what it changes, such as running means, stays changed. Parameters;
-            modules with parameters; or a list of these.
+            modules with parameters, also of a sharded model; or a list of these.
         seed: of the random bits of `stochastic`.
 
     Returns:
@@ -69,7 +70,8 @@ def low_weights(
         TypeError: `optimizer` is no optimizer, is SparseAdam, or keeps weights low already;
             `keep` has something else than parameters, modules and functions.
         ValueError: no such mode; no parameter can be stored low; a scheduler has wrapped the
-            optimizer's step; a function in `keep` runs no region that casts a parameter.
+            optimizer's step; a function in `keep` runs no region that casts a parameter, or
+            runs the model under DDP or FSDP.
         RuntimeError: later, at a step, if the model was cast after this call.
     """
     kind: Any = type(optimizer)
@@ -110,12 +112,9 @@ def low_weights(
     return made
 
 
-def _kept(
-    optimizer: torch.optim.Optimizer,
-    keep: Keep | Iterable[Keep],
-) -> dict[torch.Tensor, str]:
+def _kept(optimizer: Optimizer, keep: Keep | Iterable[Keep]) -> dict[torch.Tensor, str]:
     """Return the parameters that the caller wants to keep, and why."""
-    mine = {*optimizers.parameters(optimizer)}
+    mine = dict.fromkeys(optimizers.parameters(optimizer))
     found: dict[torch.Tensor, str] = {}
     listed = isinstance(keep, Iterable) and not isinstance(keep, (torch.Tensor, str))
     several: Any = keep if listed and not callable(keep) else [keep]
@@ -127,7 +126,7 @@ def _kept(
             params = each.parameters() if isinstance(each, nn.Module) else [each]
             found.update((p, "is in keep=") for p in params if p in mine)
         elif callable(each) and not isinstance(each, type):
-            found.update(_read_in_float32(optimizer, each))
+            found.update(_read_in_float32(mine, each))
         else:
             raise TypeError(
                 "low_weights(keep=...) takes parameters, modules, and a function that runs the "
@@ -137,13 +136,21 @@ def _kept(
     return found
 
 
-def _read_in_float32(optimizer: torch.optim.Optimizer, forward: Forward) -> dict[torch.Tensor, str]:
+def _read_in_float32(mine: dict[torch.Tensor, None], forward: Forward) -> dict[torch.Tensor, str]:
     """Run the model, and return the parameters with another use than a cast to bfloat16."""
-    every = optimizers.parameters(optimizer)
-    tensors = freeze_usage.sharing((str(at), p) for at, p in enumerate(every))
+
+    def refuse(module: nn.Module, _: object) -> None:
+        if distributed.will_talk(module) and not mine.keys().isdisjoint(module.parameters()):
+            raise ValueError(
+                f"low_weights(keep=...): the function runs a {type(module).__name__}, before "
+                "low_weights() has stored its weights low. Wrap a model in DDP after it. For FSDP2 "
+                "write keep=[model.norm, ...], with the modules whose weights stay float32."
+            )
+
+    tensors = freeze_usage.sharing((str(at), p) for at, p in enumerate(mine))
     groups = [freeze_usage.Group(each) for each in tensors]
     region_casts.drop()  # a cast that a region around this has kept would not be seen
-    with freeze_usage.Uses(groups, torch.bfloat16, {}):
+    with register_module_forward_pre_hook(refuse), freeze_usage.Uses(groups, torch.bfloat16, {}):
         forward()
     if not any(group.cast for group in groups):
         raise ValueError(
@@ -151,10 +158,8 @@ def _read_in_float32(optimizer: torch.optim.Optimizer, forward: Forward) -> dict
             "It has to run the model in its region: with autocast(device, dtype=torch.bfloat16): "
             "model(x)."
         )
-    for group in groups:
-        if not group.cast:
-            group.stays("is not used in the forward pass")
-    return {p: group.why for group in groups if group.why for p in group.each()}
+    unused = "is not used in the forward pass"
+    return {p: g.why or unused for g in groups if g.why or not g.cast for p in g.each()}
 
 
 # `LowOptimizer`: what is added to the class of an optimizer whose parameters are kept low.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,7 +57,11 @@ def alone(mode: str) -> dict[str, Any]:
 
 
 def fsdp2(mode: str) -> tuple[Cut, Any]:
-    cut = CUTS["fsdp2"]()
+    """Also with a function in `keep`: it is refused before the model runs, and nothing changes."""
+    for kind, name in (("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPToy")):
+        cut = CUTS[kind]()
+        with pytest.raises(ValueError, match=f"the function runs a {name}, before low_weights"):
+            low_weights(adamw(cut.model), keep=partial(cut.model, *data(0)))
     return cut, optimizer_of(cut.model, mode)
 
 
@@ -121,19 +127,14 @@ def kept(model: nn.Module, found: Any) -> dict[str, str]:
 
 def test_a_function_keeps_what_it_reads_in_float32() -> None:
     model = made("tokens")
-    runs: list[int] = []
-
-    def forward() -> Any:
-        runs.append(1)
-        return loss_of("tokens", model, 0)
-
+    forward = Mock(side_effect=lambda: loss_of("tokens", model, 0))
     optimizer = low_weights(adamw(model), keep=forward)
     found = kept(model, optimizer.kept)
     assert {"embedding.weight", "norm.weight", "last.bias"} <= set(found)
     assert found["norm.weight"].startswith("read in float32 by aten.")
     assert len(optimizer.low) == len(list(model.parameters())) - len(found) > 0
     assert {p.dtype for p in optimizer.kept} == {torch.float32}
-    assert len(runs) == 1
+    forward.assert_called_once_with()
     again = made("tokens")
     twins = dict(zip(model.parameters(), again.parameters(), strict=True))
     reasons = {twins[p]: why for p, why in optimizer.kept.items()}
@@ -145,12 +146,8 @@ def test_the_policy_of_the_region_decides() -> None:
     lowered = polymp.policy("torch-cpu").override(lower=["layer_norm"])
 
     def found(policy: Any) -> set[str]:
-        model = made("tokens")
-
-        def forward() -> None:
-            with autocast("cpu", torch.bfloat16, policy=policy):
-                model(batch("tokens", 0)[0])
-
+        model, tokens = made("tokens"), batch("tokens", 0)[0]
+        forward = autocast("cpu", torch.bfloat16, policy=policy)(partial(model, tokens))
         return set(kept(model, low_weights(adamw(model), keep=forward).kept))
 
     assert found("torch-cpu") == {

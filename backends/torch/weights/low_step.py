@@ -211,7 +211,8 @@ class InGraph(NamedTuple):
     param: torch.Tensor
     grad: torch.Tensor
     state: dict[str, Any]  # of the optimizer's own
-    beside: torch.Tensor | None  # int16 as bfloat16 of the same bits
+    beside: torch.Tensor | None  # int16 as bfloat16 of the same bits; written
+    was: torch.Tensor | None  # the same before the step, and read
     steps: torch.Tensor | None
     place: int | None  # None for one that is kept
 
@@ -229,12 +230,14 @@ def _run(optimizer: Any) -> None:
             if p.grad is None:
                 continue
             own[p] = {k: v for k, v in state[p].items() if k not in OURS}
-            beside = steps = None
+            beside = was = steps = None
             if p in low.places:
                 beside = low_parameters.as_saved(low.beside(state, p))
+                # Inductor may put a kernel that reads it behind the op that writes it.
+                was = beside.clone() if low.mode.name == "split" else beside
                 steps = state[p].get(STEPS)
             place = low.places.get(p)
-            groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, steps, place))
+            groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, was, steps, place))
     if low.compiled is None:
         low.compiled = torch.compile(_step_of(low), options=inductor.OPTIONS)
     low.compiled(groups)
@@ -255,7 +258,7 @@ def _step_of(own: LowWeights) -> Callable[..., None]:
             for each in params:
                 full, grad = each.param, each.grad
                 if each.place is not None:
-                    full = load(mode, full.to(torch.float32), opened(each.beside))
+                    full = load(mode, full.to(torch.float32), opened(each.was))
                     grad = grad.to(torch.float32)
                     low.append((each.place, each, full))
                 full.grad = grad

@@ -20,7 +20,7 @@ from tests.support.sizes import size
 from tests.support.torch.low_training import MODELS, made, same_bits, train, weights
 from tests.support.torch.models import through_file
 
-MODES = ("master", "split", "stochastic")
+MODES = ("split", "master", "stochastic")
 
 
 def matrices(x: list[torch.Tensor]) -> Any:
@@ -304,11 +304,12 @@ def full(params: list[Any], optimizer: Any) -> list[torch.Tensor]:
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script", "ignore:.*record_function.*will be ignored")
 @pytest.mark.one_in(4)
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_compiled_step_is_one_graph_and_the_eager_step(mode: str) -> None:
+def test_a_compiled_step_is_one_graph_and_the_eager_step(mode: str, kind: Any) -> None:
     torch._dynamo.reset()
-    params, optimizer = start(mode)
-    others, eager = start(mode)
+    params, optimizer = start(mode, kind)
+    others, eager = start(mode, kind)
     compiled = torch.compile(optimizer.step)
     counters.clear()
     for at in range(4):

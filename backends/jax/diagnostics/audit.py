@@ -38,6 +38,7 @@ from polymp.backends.jax.diagnostics.instrument import (
     Facts,
     MeasuredCall,
     is_measured,
+    long,
     quick_options,
 )
 from polymp.backends.jax.scaler.grad_scaler import GradScaler
@@ -316,12 +317,10 @@ def _results(
     for event, fact in zip(events, facts, strict=True):
         _, lost = _of_what_ran(fact)
         share = float(lost[:, 2].mean()) if lost.size else 0.0
-        ends = event.group is not None
-        made.append((_magnitudes(event, fact) if ends else None) or share)
+        made.append((event.group is not None and _magnitudes(event, fact)) or share)
     back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
-    rows = zip(events, made, gone, strict=True)
-    for number, (event, m, share) in enumerate(rows):
+    for number, (event, m, share) in enumerate(zip(events, made, gone, strict=True)):
         hidden = number in program.late or event.site.key in program.residuals
         if event.group is None or hidden or isinstance(m, float):
             continue
@@ -371,33 +370,20 @@ def _of_what_ran(fact: Facts) -> tuple[Any, Any]:
 def _handed(program: MeasuredCall) -> dict[int, list[str]]:
     """The gradients that the backward pass hands to the rest of a program: names, by event."""
     found: dict[int, list[str]] = {}
-    back = {at for at, event in enumerate(program.events) if event.direction == BACKWARD}
+    events = program.events
+    back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
     for value, name in zip(program.results, program.traced.results, strict=True):
         if len(value.events) == 1 and value.events <= back:
             (number,) = value.events
             found.setdefault(number, []).append(name)
-    by_call = _by_call(program)
-    read = {at for event in program.events if event.direction == FORWARD for at in event.inputs}
+    read = {at for event in events if event.direction == FORWARD for at in event.inputs}
     for number in sorted(read & back - found.keys()):
-        site = program.events[number].site
-        named = by_call.get((site.scope.call, tuple(site.eqn.outvars[0].aval.shape)), [])
-        if named[1:]:  # a norm's two parameters have one shape, and one name here
-            named = [os.path.commonprefix(named).rstrip("['.")]  # noqa: RUF071
-        if named:
-            found[number] = named
-    return found
-
-
-def _by_call(program: MeasuredCall) -> dict[tuple[str, tuple[int, ...]], list[str]]:
-    """Names of the parameters that the forward of each call reads, by its name and their shapes."""
-    found: dict[tuple[str, tuple[int, ...]], list[str]] = {}
-    shapes, words = [tuple(v.aval.shape) for v in program.inputs], program.names
-    for event in program.events:
-        if event.direction == FORWARD and event.site.scope.call:
-            for at in event.outside:
-                named = found.setdefault((event.site.scope.call, shapes[at]), [])
-                if words[at] not in named:
-                    named.append(words[at])
+        site = events[number].site
+        reads = program.reads.get((site.scope.call, long(site.eqn.outvars[0].aval.shape)), ())
+        # A norm's two parameters have one shape, and one name here.
+        name = os.path.commonprefix([program.names[at] for at in reads])  # noqa: RUF071
+        if name := name.rstrip("['."):
+            found[number] = [name]
     return found
 
 

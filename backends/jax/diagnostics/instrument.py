@@ -108,6 +108,8 @@ class MeasuredCall(Placed[Origin]):
         self.inputs: Sequence[Atom] = [*invars, *constvars]
         self.names = [*traced.names, *(_captured(v.aval) for v in constvars)]
         self.events: list[Event] = []  # in order
+        # Places of the inputs that the forward of a call reads, by its name and their long shapes.
+        self.reads: dict[tuple[str, tuple[int, ...]], set[int]] = {}
         self.numbers: dict[Key, int | None] = {}  # by equation, that of its event; None without one
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
         own = ends[len(invars) :]
@@ -215,6 +217,12 @@ class MeasuredCall(Placed[Origin]):
     ) -> Sequence[Origin]:
         key, through = (around, id(eqn)), reduce(self.join, values, Origin())
         site, events = self.sites[key], self.events
+        if (call := site.scope.call) and site.scope.direction == FORWARD:
+            for at in through.outside:
+                shape = self.inputs[at].aval.shape
+                for read in {long(shape), long(shape[site.times > 1 :])}:  # in a scan, a row of it
+                    self.reads.setdefault((call, read), set()).add(at)
+        inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
         if key not in self.numbers:
             self.numbers[key] = None
             made = [v.aval for v in eqn.outvars if is_measured(v.aval)]
@@ -226,7 +234,6 @@ class MeasuredCall(Placed[Origin]):
             counts = group is not None or key in self.unlisted
             if counts or (some and (alone or tells)):
                 self.numbers[key] = len(events)
-                inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
                 dtype = made[0].dtype.name if made else ""
                 numbers = self._constants(site)
                 divisors = tuple(sorted(values[1].events)) if name == "div" else None
@@ -235,7 +242,6 @@ class MeasuredCall(Placed[Origin]):
         elif (number := self.numbers[key]) is not None:  # a loop's equation is met again
             event = events[number]
             later = tuple(sorted(through.events.difference(event.inputs)))
-            outside = tuple(sorted(through.outside))
             events[number] = event._replace(
                 later=later, outside=outside, given=through.given, captured=through.captured
             )
@@ -252,6 +258,11 @@ class MeasuredCall(Placed[Origin]):
         forward = site.scope.direction == FORWARD  # a derivative may have another array there
         numbers = record.numbers[name]
         return tuple((at, x) for at, x in numbers if forward or hasattr(eqn.invars[at], "val"))
+
+
+def long(shape: Sequence[int]) -> tuple[int, ...]:
+    """Sizes without those of 1, which broadcasting adds."""
+    return tuple(n for n in shape if n != 1)
 
 
 def _captured(aval: Any) -> str:

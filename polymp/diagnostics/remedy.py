@@ -64,16 +64,16 @@ def tried(fault: Fault, ops: Sequence[str], repeat: Repeat, scaled: bool) -> Fau
             break  # it was in float32
         named[op] = "" if op in named else found.module
         found = repeat(_with_float32(named), scale)
+    wider = fault.run == "float16" and fault.kind in ("overflow", "underflow")
+    other = f" Or use bfloat16.{UNTRIED}" if wider else ""
     if not _breaks(found):
         first = "Use another constant, or give" if fault.kind == "number" else "Give"
-        wider = fault.run == "float16" and fault.kind in ("overflow", "underflow")
-        other = f" Or use bfloat16.{UNTRIED}" if wider else ""
         if scaled:
             found = repeat(_with_float32(named))
         return known._replace(remedy=f"{first} {_listed(named)}{_so(found)}{other}")
     found = repeat(_all_in_float32, scale)
     if not _breaks(found):
-        return known._replace(remedy=_before(fault.op, ops, repeat, scale))
+        return known._replace(remedy=f"{_others(ops, repeat, scale)}{other}")
     if found.run in LOW:  # in no policy's hands
         op = "the cast" if found.op == "to" else found.op
         where = f"{f'{op} {found.source}'.rstrip()}, where {ASKS.format(found.run)}"
@@ -148,8 +148,8 @@ def _all_in_float32(policy: Policy) -> Policy:
     return plain.override(rules={"all": "fp32"})
 
 
-def _before(op: str, ops: Sequence[str], repeat: Repeat, scale: float) -> str:
-    """The remedy where ops before one made its inputs wrong, and in float32 all are finite."""
+def _others(ops: Sequence[str], repeat: Repeat, scale: float) -> str:
+    """The remedy where ops other than those that broke need float32, in which all are finite."""
     names = [name for name in dict.fromkeys(ops) if vocabulary().op_of(name)]
     low, high = 0, len(names)  # with the first `low` in float32 the step is not finite
     while high - low > 1:
@@ -164,7 +164,7 @@ def _before(op: str, ops: Sequence[str], repeat: Repeat, scale: float) -> str:
                 found = found if scale == 1.0 else repeat(_with_float32(named))
                 return f"Give {_listed(named)}{_so(found)}"
     found = None if scale == 1.0 else repeat(_all_in_float32)
-    return f"Ops before {op} made its inputs wrong: give all ops the rule fp32{_so(found)}"
+    return f"Give all ops the rule fp32{_so(found)} Which of them need it was not found."
 
 
 def remedy_of(fault: Fault) -> str:

@@ -85,7 +85,7 @@ def test_the_remedy(broke: Fault | None, losses: tuple[float, ...], remedy: str)
 
 
 def test_where_no_few_ops_help_the_row_that_was_tried_is_named() -> None:
-    broke, asked = fault("operation", region="float16"), policy_files.load("amp")
+    broke, asked = fault("overflow", region="float16"), policy_files.load("amp")
 
     def repeat(change: Any = None, scale: float = 1.0) -> Fault | None:
         rows = () if change is None else change(asked).rows
@@ -93,6 +93,6 @@ def test_where_no_few_ops_help_the_row_that_was_tried_is_named() -> None:
 
     found = tried(broke, ["linear", "conv1d", "mul", "cumsum", "exp"], repeat, scaled=False)
     assert found.remedy == (
-        "Ops before exp made its inputs wrong: give all ops the rule fp32, with which this step "
-        "was tried and is finite."
+        "Give all ops the rule fp32, with which this step was tried and is finite. Which of them "
+        f"need it was not found. Or use bfloat16.{UNTRIED}"
     )

@@ -197,9 +197,7 @@ def test_a_gelu_by_tanh_is_named_though_the_loss_or_a_norm_hardly_differs(last: 
         nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16), getattr(nn, last)(16)
     )
     net.append(nn.Linear(16, 16))
-
-    def step(given: Any) -> None:
-        net[5](net[4](given + net[:4](given))).square().mean().backward()
+    step = lambda x: net[5](net[4](x + net[:4](x))).square().mean().backward()  # noqa: E731
 
     def loss(p: Any, given: Any) -> Any:
         def linear(at: int, x: Any) -> Any:
@@ -263,9 +261,7 @@ def test_a_loss_that_jax_grad_leaves_out_is_no_difference(factor: float) -> None
 
     net = torch.nn.Linear(16, 4)
     x, y = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(0))
-
-    def step(x: Any, y: Any, _: Any) -> None:
-        ((net(x) - y) ** 2).mean().backward()
+    step = lambda x, y, _: ((net(x) - y) ** 2).mean().backward()  # noqa: E731
 
     def loss(p: Any, x: Any, y: Any) -> Any:
         return factor * ((x @ p["weight"].T + p["bias"] - y) ** 2).mean()
@@ -308,9 +304,7 @@ def test_a_fault_behind_a_loop_is_named_and_not_the_loop(eps: float) -> None:
 
     torch.manual_seed(0)
     net = nn.ModuleDict({"rnn": nn.LSTM(6, 8, bidirectional=True), "norm": nn.LayerNorm(16)})
-
-    def step(x: Any) -> None:
-        net["norm"](net["rnn"](x)[0]).square().mean().backward()
+    step = lambda x: net["norm"](net["rnn"](x)[0]).square().mean().backward()  # noqa: E731
 
     def loss(p: Any, x: Any) -> Any:
         def outputs(end: str) -> Any:

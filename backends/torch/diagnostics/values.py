@@ -71,6 +71,11 @@ def measurable(t: Any) -> bool:
     )
 
 
+def is_part(t: torch.Tensor) -> bool:
+    """Return whether a tensor that is measurable is a part of its memory."""
+    return t.numel() * t.itemsize < t.untyped_storage().nbytes()
+
+
 _MEASURED = frozenset(t for t, name in dtype_names.NAMES.items() if name in FORMATS or t.is_complex)
 
 
@@ -239,6 +244,7 @@ class Event:
     reads: Reads  # dtype and shape of the float tensors among its arguments
     func: torch._ops.OpOverload | None  # the kernel; None of a cast
     single: bool  # True if its result is one number
+    shape: torch.Size | None  # of its first result
     given: bool = False  # True if a number among its arguments is not finite
     ranges: range = range(0)  # of its results, by their numbers in a `RangeTable`
     lost: Lost | None = None  # the values that float16 made Inf or zero; None if that is not known
@@ -416,8 +422,14 @@ class Values(Subscriber):
         if ran.facts.writes and ran.op_call.direction == BACKWARD and not place.source:
             self._provenance.accumulated(ran.reads[0])
         over = ran.unread if ran.facts.writes else ()  # of torch.empty, whose numbers are of no one
-        origin = self._provenance.origin
-        self._origins = tuple([None if id(t) in over else origin(t) for t in ran.reads])
+        origins = []
+        for t in ran.reads:
+            if id(t) not in over:
+                origins.append(self._provenance.origin(t))
+            else:  # the rest of its memory keeps its numbers
+                rest = measurable(t) and is_part(t)
+                origins.append(self._provenance.maker(t) if rest else None)
+        self._origins = tuple(origins)
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         facts, reads, op_call = ran.facts, ran.reads, ran.op_call
@@ -425,6 +437,8 @@ class Values(Subscriber):
             for t in (*made, *ran.into):
                 self._provenance.received(t)
             return
+        if ran.into and not any(t.numel() for t in ran.into):
+            return  # it writes nothing
         origins = self._origins
         results = [t for t in made if measurable(t)]
         several = op_call.direction == BACKWARD or isinstance(result, list)
@@ -433,6 +447,7 @@ class Values(Subscriber):
         run = dtype_names.NAMES[results[0].dtype] if results else ""
         floats = [*_floats(ran.args, ran.kwargs), *self._provenance.constants(reads)]
         single = bool(results) and results[0].numel() == 1
+        single = single and not (facts.writes and is_part(results[0]))
         if facts.kind == "makes" or not reads:
             origins = tuple([at for at in origins if at is not None and at >= 0])
             reads = []
@@ -441,7 +456,8 @@ class Values(Subscriber):
                 return
         given = not all(map(math.isfinite, floats))
         func = None if ran.casts else ran.func
-        event = Event(op_call, origins, run, self._seen(reads), func, single, given)
+        shape = results[0].shape if results else None
+        event = Event(op_call, origins, run, self._seen(reads), func, single, shape, given)
         if floats and not op_call.place.updating:
             event.numbers = tuple([x for x in floats if rounded(x, run) in facts.keeps])
         event.ranges = self.ranges.add_each(self._still_bad(ran.into) or results)
@@ -469,7 +485,7 @@ class Values(Subscriber):
             if made is None or not measurable(t) or not t.is_cpu:  # the host would wait for a GPU
                 continue
             memory, bad = t.untyped_storage(), self.ranges.read(self.events[made].ranges)
-            if t.numel() * t.itemsize < memory.nbytes() and _bad(bad):
+            if is_part(t) and _bad(bad):
                 whole.append(torch.empty(0, dtype=t.dtype).set_(memory))
         return whole
 
@@ -533,8 +549,9 @@ class Values(Subscriber):
         for at, (event, was) in enumerate(zip(events, bad, strict=True)):
             finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
             ends, below = self.ranges.read(event.ranges), False
-            if was == "NaN" and event.func is not None and dispatcher.writes(event.func):
-                finite = False  # of an op in place, such as sqrt_
+            if event.func is not None and dispatcher.writes(event.func):
+                if was == "NaN" or any(bad[i] for i in event.inputs):
+                    finite = False  # of an op in place, such as sqrt_, or beside a mask's Inf
             if event.lost is not None:
                 low, high = self.ranges.read([event.lost.wide])
                 finite, below = math.isfinite(low) and math.isfinite(high), high < 1
@@ -590,7 +607,7 @@ class Values(Subscriber):
             if origin is not None and origin < 0:
                 t, ends = self._provenance.given(origin)
                 name = self._provenance.name(t)
-            elif origin is not None and self.events[origin].ranges:
+            elif origin is not None and self.events[origin].shape == shape:  # and no part of it
                 ends = self.ranges.read(self.events[origin].ranges)
             kind = dtype_names.NAMES[dtype]
             if event.operands:

@@ -524,7 +524,7 @@ def nodes_of(
                 loops=event.site.scans,
                 first=first,
                 op=op,
-                late=at in program.late,
+                late=at in program.unused,
                 ones=ones,
                 # A loss is returned; the largest of a mask, which is one number, too, is not.
                 single=at in returned and event.site.eqn.outvars[0].aval.shape == (),

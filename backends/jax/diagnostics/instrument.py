@@ -134,14 +134,20 @@ class MeasuredCall(Placed[Origin]):
 
     @cached_property
     def late(self) -> set[int]:
-        """Events of the forward pass that it has no use for, but the backward pass may have."""
+        """Events of the forward pass that only the backward pass may have a use for."""
+        graded = any(event.direction == BACKWARD for event in self.events)
+        return self.unused if graded else set()
+
+    @cached_property
+    def unused(self) -> set[int]:
+        """Events of the forward pass that it has no use for."""
         events = self.events
         read = {at for event in events for at in event.inputs}  # a loop reads its own sum later
         unread = {*range(len(events))} - read
         todo = [at for came in self.results for at in came.events]
         todo += [at for at in unread if _is_end(events[at].site.eqn)]
         back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
-        if back.issuperset(todo) or not back:
+        if back.issuperset(todo):
             todo += unread  # jax.grad has no use for the values either
         todo += [at for at, event in enumerate(events) if event.direction == RECOMPUTE]
         used = set[int]()

@@ -71,6 +71,12 @@ def test_a_gradient_that_a_scaler_skips_is_found() -> None:
     assert fault.run == "float16"
 
 
+def test_what_nothing_uses_breaks_nothing() -> None:
+    step = lambda x: (jnp.log(x - x), jnp.sqrt(x).sum())[1]  # noqa: E731
+    assert locate(step, jnp.ones(3)) is None
+    assert fault_of(step, -jnp.ones(3)).op == "sqrt"
+
+
 # Loops
 
 

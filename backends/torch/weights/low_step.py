@@ -214,7 +214,9 @@ class InGraph(NamedTuple):
     beside: torch.Tensor | None  # int16 as bfloat16 of the same bits; written
     was: torch.Tensor | None  # the same before the step, and read
     steps: torch.Tensor | None
-    place: int | None  # None for one that is kept
+    # None for one that is kept. A text, for of an int that changes dynamo makes a symbol, and of
+    # what is computed with it inductor makes a kernel that gcc does not take.
+    place: str | None
 
 
 def _run(optimizer: Any) -> None:
@@ -236,7 +238,7 @@ def _run(optimizer: Any) -> None:
                 # Inductor may put a kernel that reads it behind the op that writes it.
                 was = beside.clone() if low.mode.name == "split" else beside
                 steps = state[p].get(STEPS)
-            place = low.places.get(p)
+            place = str(low.places[p]) if p in low.places else None
             groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, was, steps, place))
     if low.compiled is None:
         low.compiled = torch.compile(_step_of(low), options=inductor.OPTIONS)
@@ -270,7 +272,7 @@ def _step_of(own: LowWeights) -> Callable[..., None]:
             p, random = each.param, None
             if each.steps is not None:
                 index = torch.arange(p.numel(), dtype=torch.int32, device=p.device).view(p.shape)
-                random = random16(key(seed, each.steps, place), index)
+                random = random16(key(seed, each.steps, int(place)), index)
             new, rest = keep(mode, full, random)
             p.copy_(new)
             if each.beside is not None:

@@ -167,6 +167,8 @@ def _prepare(
     # Without a dtype it is that of the region around, and bfloat16 for a policy with rule fp8.
     if not isinstance(around, torch.dtype):
         raise TypeError(f"autocast's dtype must be a torch.dtype, got {around!r}")
+    if isinstance(policy, tuple) and all(isinstance(x, torch.dtype) for x in policy):
+        policy = regions.policy_at(device, *policy)  # of `custom_fwd`: dynamo takes no object here
     loaded = None if policy is None else policy_files.load(policy)
     if dtype is None:
         dtype = torch.bfloat16 if loaded is not None and loaded.fp8 else around

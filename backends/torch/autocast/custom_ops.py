@@ -102,7 +102,7 @@ def custom_fwd(
     def forward(*args: Any, **kwargs: object) -> Any:
         ctx, enabled = args[0], torch.is_autocast_enabled(device_type)
         ctx._dtype = torch.get_autocast_dtype(device_type)
-        ctx._policy = regions.policy_at(device_type, *regions.code_in_force())
+        ctx._policy = regions.code_in_force()
         ctx._fwd_used_autocast = enabled and cast_inputs is None
         if cast_inputs is None or not enabled:
             return fwd(*args, **kwargs)

@@ -333,7 +333,7 @@ class _Walk(Evaluation):
         """Where a value comes from; what a scan of the forward pass stacks gets a row for it."""
         turns = value.sources
         if not isinstance(turns, list):
-            return value.sources
+            return _all(turns)
         last = max(_all(turns), default=-1)
         if last < 0 or self.summaries[last].row.direction == BACKWARD or not is_float(value.x):
             return _all(turns)

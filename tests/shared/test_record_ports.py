@@ -1,7 +1,6 @@
 """Records of a model in torch beside records of its port to JAX: BERT, a ResNet, and equinox.
 
-The port has its weights and images in the layout of its framework; no one says so to `compare`. A
-fault is named whichever record is the first.
+The port has its framework's layouts, of which `compare` is not told. Either record is the first.
 """
 
 from __future__ import annotations
@@ -306,8 +305,7 @@ def test_a_fault_behind_a_loop_is_named_and_not_the_loop(eps: float) -> None:
             return jax.lax.scan(cell, (jnp.zeros((4, 8)),) * 2, x, reverse=bool(end))[1]
 
         x = jnp.concatenate([outputs(""), outputs("_reverse")], -1)
-        x = x - x.mean(-1, keepdims=True)
-        x = x / jnp.sqrt((x**2).mean(-1, keepdims=True) + eps)
+        x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + eps)
         return ((x * p["norm.weight"] + p["norm.bias"]) ** 2).mean()
 
     for found in ported(net, step, jax.value_and_grad(loss), torch.randn(5, 4, 6)):

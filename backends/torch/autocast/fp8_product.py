@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.compiler import is_dynamo_compiling
 
 from polymp import fp8
+from polymp.backends import processor
 from polymp.backends.torch.autocast.dtype_names import DTYPES, NAMES
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.fp8 import (
@@ -231,17 +233,30 @@ def _scaled(a: InBits, b: InBits, dtype: torch.dtype, *, fast: bool = False) -> 
     if rows and not fast:
         behind = undo_a * undo_b
         undo_a = undo_b = torch.ones((), dtype=torch.float32, device=first.device)
-    result = torch._scaled_mm(
-        first,
-        second,
-        scale_a=undo_a,
-        scale_b=undo_b,
-        out_dtype=torch.bfloat16 if rows else dtype,
-        use_fast_accum=fast,
-    )
+    slow = _SLOW and first.is_cpu and not is_dynamo_compiling() and _onednn.enabled
+    if slow:
+        _onednn.enabled = False
+    try:
+        result = torch._scaled_mm(
+            first,
+            second,
+            scale_a=undo_a,
+            scale_b=undo_b,
+            out_dtype=torch.bfloat16 if rows else dtype,
+            use_fast_accum=fast,
+        )
+    finally:
+        if slow:
+            _onednn.enabled = True
     if behind is not None:
         result *= behind
     return result.to(dtype)
+
+
+# On CPUs with AMX, torch 2.13 to 2.15 call oneDNN, which takes 100 times as long as the float32
+# product that they call elsewhere, or without oneDNN.
+_SLOW = "amx_int8" in (processor()[1] or ())
+_onednn: Any = torch.backends.mkldnn
 
 
 # Operands of products in 8 bits: how torch quantises, and what is quantised only once.

@@ -317,7 +317,8 @@ def _results(
     for event, fact in zip(events, facts, strict=True):
         _, lost = _of_what_ran(fact)
         share = float(lost[:, 2].mean()) if lost.size else 0.0
-        made.append((event.group is not None and _magnitudes(event, fact)) or share)
+        magnitudes = None if event.group is None else _magnitudes(event, fact)
+        made.append(magnitudes or share)
     back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
     gone = followed((m, back & {*e.inputs}) for m, e in zip(made, events, strict=True))
     for number, (event, m, share) in enumerate(zip(events, made, gone, strict=True)):

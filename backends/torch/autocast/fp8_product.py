@@ -233,7 +233,7 @@ def _scaled(a: InBits, b: InBits, dtype: torch.dtype, *, fast: bool = False) -> 
     if rows and not fast:
         behind = undo_a * undo_b
         undo_a = undo_b = torch.ones((), dtype=torch.float32, device=first.device)
-    slow = _SLOW and first.is_cpu and not is_dynamo_compiling() and _onednn.enabled
+    slow = first.is_cpu and not is_dynamo_compiling() and _onednn_is_slow() and _onednn.enabled
     if slow:
         _onednn.enabled = False
     try:
@@ -253,10 +253,16 @@ def _scaled(a: InBits, b: InBits, dtype: torch.dtype, *, fast: bool = False) -> 
     return result.to(dtype)
 
 
-# On CPUs with AMX, torch 2.13 to 2.15 call oneDNN, which takes 100 times as long as the float32
-# product that they call elsewhere, or without oneDNN.
-_SLOW = "amx_int8" in (processor()[1] or ())
 _onednn: Any = torch.backends.mkldnn
+
+
+def _onednn_is_slow() -> bool:
+    """Return whether torch multiplies 8 bits by oneDNN on this CPU, as it does with AMX.
+
+    In torch 2.13 to 2.15 that takes 100 times as long as the float32 product that torch calls on
+    other CPUs, or without oneDNN.
+    """
+    return "amx_int8" in (processor()[1] or ())
 
 
 # Operands of products in 8 bits: how torch quantises, and what is quantised only once.

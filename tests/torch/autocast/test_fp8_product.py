@@ -80,7 +80,7 @@ def test_the_bits_of_torchao(recipe, dtype, shape, outputs, seed, monkeypatch):
 
     Of float32 operands, torchao's result is float32, and ours is that, rounded to the region's.
     """
-    if recipe == "tensorwise" and fp8_product._SLOW:
+    if recipe == "tensorwise" and fp8_product._onednn_is_slow():
         monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     given = operands(dtype, shape, outputs, seed)
     theirs = run(recipe, *given, of_torchao(recipe))

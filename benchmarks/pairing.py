@@ -210,7 +210,12 @@ def _gpu() -> str:
 
 
 def save(
-    part: str, device: str, data: dict[str, Any], out: Path | None = None, date: str = ""
+    part: str,
+    device: str,
+    data: dict[str, Any],
+    out: Path | None = None,
+    date: str = "",
+    folder: Path = RESULTS,
 ) -> Path:
     """Write a record, dataclasses as their fields; see the top of this file.
 
@@ -219,8 +224,9 @@ def save(
         device: "cpu" or "cuda"; JAX's "gpu" is "cuda" here, so that one column has both. A CPU
             with AMX has a record of its own, "amx".
         data: machine, tables, and the rest.
-        out: the file; by default one in results, by date, part and device.
+        out: the file; by default one in `folder`, by date, part and device.
         date: of the figures, as "2026-11-22"; by default today's.
+        folder: where a record without `out` goes.
 
     Raises:
         ValueError: two rows have the same `what`, or a reason is given for a row that is not there.
@@ -236,7 +242,7 @@ def save(
     if unknown := set(data.get("reasons", ())) - known:
         raise ValueError(f"{part}: a reason, but no row, for {', '.join(sorted(unknown))}")
     date = date or f"{datetime.now(UTC):%Y-%m-%d}"
-    path = out or RESULTS / f"{date}-{part}-{device}.json"
+    path = out or folder / f"{date}-{part}-{device}.json"
     record = {"part": part, "device": device, "date": date, **data, "missed": missed(rows)}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2, default=plain) + "\n")

@@ -124,5 +124,5 @@ def save_records(entries: Iterable[Entry], device: str, folder: Path) -> list[Pa
         record["tables"] = {
             title: [Row(**row) for row in rows] for title, rows in record["tables"].items()
         }
-        found.append(save(part, device, record, folder / f"{date}-{part}-{device}.json", date))
+        found.append(save(part, device, record, date=date, folder=folder))
     return found

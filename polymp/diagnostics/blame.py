@@ -88,6 +88,7 @@ class Node(NamedTuple):
     first: tuple[int, ...] = ()  # the round of each in which its result was first not finite
     op: str = ""  # its name in the vocabulary
     late: bool = False  # only the backward pass reads its result, if anything does
+    dropped: bool = False  # its result is gone at the end
     ones: bool = False  # its largest result is 1 in its dtype, and below in float32
     single: bool = False  # its result is one number, as a loss is
     call: Hashable = None  # of the op that it is part of; nodes of one call share their inputs
@@ -246,15 +247,16 @@ def _reaching(
     """For each node, True if its values are not finite and stay so up to an end.
 
     An end is a value that the program returns, or that is tested for being finite; or one that no
-    op reads, or `tests` alone, and that is not `late`.
+    op reads and that is not `dropped`, or that `tests` alone read; neither of them `late`.
     """
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:
             of_values = [r for r in readers[at] if nodes[r].value]
             asked = any(nodes[r].asks for r in readers[at])
-            unread = not (nodes[at].late or (of_values if tests else readers[at]))
-            ends = asked or unread or nodes[at].returned
+            unread = not (of_values if tests else readers[at])
+            dropped = nodes[at].dropped and not readers[at]
+            ends = asked or nodes[at].returned or (unread and not (nodes[at].late or dropped))
             reaches[at] = ends or any(reaches[r] for r in of_values)
     return reaches
 

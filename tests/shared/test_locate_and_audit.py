@@ -88,6 +88,8 @@ def test_what_float16_loses_is_told_from_what_was_zero_or_infinite_anyway(fw: Mo
     assert (row.magnitudes.burst, row.magnitudes.vanished) == (0.25, 0.25)
     found = audited(fw.name, lambda x, zeros: x / zeros, x, fw.array(np.zeros(4), "float16"))
     assert found.results[0].magnitudes.burst == 0.0, "Inf in float32, too"
+    fault = audited(fw.name, lambda x: 1 / (x * 0.5 * 1e-3 * 1e-3), x[2:] * 1e-4).fault
+    assert (fault.op, fault.kind) == ("mul", "underflow"), "the last of three on a line"
 
 
 def test_of_large_arrays_extremes_are_of_all_values_and_shares_of_a_sample(fw: ModuleType) -> None:

@@ -172,6 +172,10 @@ class KeptKeys:
         """Keep the key of a tensor's storage."""
         self._references.append(tensor.untyped_storage()._weak_ref())
 
+    def is_freed(self, key: int) -> bool:
+        """Return whether the memory of a storage with a kept key is freed: no tensor has it."""
+        return bool(torch.UntypedStorage._expired(key))  # a key is its reference
+
     def __del__(self) -> None:
         for reference in self._references:
             self._free(reference)

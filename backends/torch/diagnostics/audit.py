@@ -148,8 +148,9 @@ class Tally:
 _MODES = dispatcher.keyset("Python")  # the key of dispatch modes
 
 
-# At each call site, one of so many calls is compared with float32, the first among them.
-_EVERY = 16
+# At each call site, so many calls are compared with float32, and one of as many after them: a line
+# may call an op several times, though not often 17 times.
+_EVERY = 17
 _ALWAYS = DIVIDING | SATURATING  # but of these ops each call
 
 
@@ -181,7 +182,8 @@ class AuditValues(Values):
         kernel = event.func, self._part  # in a call of an op, one after the other
         site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
-        return self._visits[site] % _EVERY == 1 or op_call.op in _ALWAYS
+        visits = self._visits[site]
+        return visits <= _EVERY or visits % _EVERY == 0 or op_call.op in _ALWAYS
 
     def noted(self, ran: Ran, event: Event, results: list[torch.Tensor]) -> None:
         op_call, cast = event.op_call, event.func is None

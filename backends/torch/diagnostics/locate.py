@@ -140,8 +140,9 @@ def _replayed(
     stream.instead = change
     try:
         with stream:
-            step()
+            returned = step()
         fault = values.fault()
+        del returned  # what is still there may be an end of the run
     except Exception as error:
         fault = values.fault()
         if isinstance(error, StopIteration) and fault is None:

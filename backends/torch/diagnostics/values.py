@@ -283,21 +283,22 @@ class Provenance:
         # Storages of the step's arguments; None if these are not known.
         self._arguments = None if given is None else {*map(modes.storage_key, tensors(*given))}
         self._ranges = ranges
-        # By storage, the event that wrote it last.
-        self._maker: dict[int, int] = {}
+        # By storage, the events that wrote there, one after the other.
+        self._makers: dict[int, list[int]] = {}
         self._kept = modes.KeptKeys()
         # By storage and view, a tensor that no event made.
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, int]] = []  # with their ranges
         self._called: dict[int, str] = {}  # of some storages, a word on what they have
+        self._of_leaves = set[int]()  # events that wrote gradients of leaves
         self._constants: dict[int, float] = {}  # those of single numbers that the program has
 
     def origin(self, t: torch.Tensor) -> int | None:
         """Return the origin of a tensor; see `Event.origins`."""
         key = modes.storage_key(t)
-        made = self._maker.get(key)
+        made = self._makers.get(key)
         if made is not None or not key or key in self._constants:
-            return made
+            return made and made[-1]
         views = self._outside.setdefault(key, {})
         view = t.storage_offset(), *sorted(zip(t.shape, t.stride(), strict=True))  # or transposed
         if view not in views:
@@ -310,7 +311,18 @@ class Provenance:
 
     def maker(self, t: torch.Tensor) -> int | None:
         """Return the event that made a tensor; None if none did."""
-        return self._maker.get(modes.storage_key(t))
+        made = self._makers.get(modes.storage_key(t))
+        return made and made[-1]
+
+    def alive(self) -> set[int]:
+        """Return the events that wrote into memory that is still there, or was a gradient's."""
+        there = (made for key, made in self._makers.items() if not self._kept.is_freed(key))
+        return self._of_leaves.union(*there)
+
+    def had_gradient(self, leaf: torch.Tensor) -> None:
+        """Note that a leaf has a gradient, which may be gone at the end."""
+        if leaf.grad is not None:
+            self._of_leaves.update(self._makers.get(modes.storage_key(leaf.grad), ()))
 
     def has_read(self, t: torch.Tensor) -> bool:
         """Return whether an op has read a tensor that none made."""
@@ -319,16 +331,16 @@ class Provenance:
     def made(self, t: torch.Tensor, event: int) -> None:
         """Note that an event made a tensor, or wrote into it."""
         key = modes.storage_key(t)
-        if key and key not in self._maker:
+        if key and key not in self._makers:
             self._kept.keep(t)
         self._constants.pop(key, None)
         if key:
-            self._maker[key] = event
+            self._makers.setdefault(key, []).append(event)
 
     def forget(self, t: torch.Tensor) -> None:
         """Note that the values in a tensor's memory were not made by a known event."""
         key = modes.storage_key(t)
-        self._maker.pop(key, None)
+        self._makers.pop(key, None)
         self._outside.pop(key, None)
 
     def received(self, t: torch.Tensor) -> None:
@@ -524,6 +536,8 @@ class Values(Subscriber):
             place, *_ = self.stream.where(sys._getframe(1))
             at = place, len(self.events), self.ranges, self._provenance
             self.updates.append(Update(optimizer, *at))
+            for p in with_gradients(optimizer):
+                self._provenance.had_gradient(p)
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         if not closure and self.updates:
@@ -545,6 +559,9 @@ class Values(Subscriber):
             return None
         spoiled = self._provenance.spoiled()
         used = {i for event in events if event.op_call.direction != BACKWARD for i in event.inputs}
+        # A forward pass alone may end in a value that nobody keeps.
+        trains = any(event.op_call.direction == BACKWARD for event in events)
+        there = self._provenance.alive() if trains else range(len(events))
         nodes = []
         for at, (event, was) in enumerate(zip(events, bad, strict=True)):
             finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
@@ -577,6 +594,7 @@ class Values(Subscriber):
                     op=event.op_call.op,
                     ones=below and max(ends) == 1 and not event.numbers,
                     single=event.single,
+                    dropped=at not in there,
                     # A loss, which the backward of its own op may read.
                     returned=event.single and event.op_call.direction == FORWARD and at not in used,
                     divisors=event.divisors,

@@ -216,6 +216,29 @@ def test_nothing_is_found_in_a_healthy_step() -> None:
     assert locate(training.step, model=training.model) is None
 
 
+@pytest.mark.parametrize("written_over", [True, False])
+def test_a_value_that_is_gone_is_no_fault_unless_a_leaf_had_it(written_over: bool) -> None:
+    """Of log at 0, behind a `where`, the gradient is NaN; that of x, only if x was 0 itself."""
+    x = nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([x], 0.0)
+
+    def step() -> None:
+        c = x + 0
+        if written_over:
+            c[:] = 0
+        torch.where(c > 0, c.log(), 0.0).sum().backward()
+        c.detach().log()  # dropped
+        optimizer.step()
+        optimizer.zero_grad()
+
+    located = locate(step)
+    with polymp.torch.audit() as audit:
+        step()
+    for fault in (located, audit.fault):
+        found = fault and (fault.op, fault.direction)
+        assert found == (None if written_over else ("log", "backward"))
+
+
 def test_the_fault_of_an_overflow_in_full() -> None:
     net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.ReLU())
     with torch.no_grad():

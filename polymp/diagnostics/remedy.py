@@ -13,7 +13,7 @@ from functools import cache
 from typing import Protocol, TypeGuard
 
 from polymp.diagnostics.audit_records import Fault
-from polymp.diagnostics.blame import ASKS, UNTRIED_WIDE, UPDATE
+from polymp.diagnostics.blame import ASKS, CONSTANT, UNTRIED_WIDE, UPDATE
 from polymp.diagnostics.call_record import BACKWARD
 from polymp.rules.policy import Policy
 from polymp.rules.row import LOW
@@ -184,6 +184,9 @@ def remedy_of(fault: Fault) -> str:
         wide = "leave this cast out"
     if fault.kind == "number":
         return f"Use another constant, or {wide}.{UNTRIED}"
+    if fault.why == CONSTANT:
+        low = f", or {wide}" if fault.run in LOW else ""
+        return f"Use a constant that is finite in {fault.run}{low}.{UNTRIED}"
     tried = fault.run != "bfloat16" and not fault.why.endswith(UNTRIED_WIDE)
     if fault.kind == "operation" and not tried:
         return f"Look at its inputs, or {wide}.{UNTRIED}"

@@ -617,6 +617,8 @@ def test_an_infinite_loss_is_put_down_to_the_constant_that_it_is_made_of() -> No
     for fn in (loss, jax.value_and_grad(loss), low):
         fault = fault_of(fn, jnp.ones((4, 4)))
         assert (fault.kind, fault.why) == ("operation", CONSTANT)
+    remedy = fault_of(lambda h: (h * jnp.inf).sum(), jnp.ones(4, jnp.float16)).remedy
+    assert remedy.startswith("Use a constant that is finite in float16, or run mul in float32.")
     audited = audit(rows)  # which may be a mask that it returns
     audited(jnp.ones((4, 4)))
     assert audited.audit.fault is None

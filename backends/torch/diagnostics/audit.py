@@ -148,8 +148,8 @@ class Tally:
 _MODES = dispatcher.keyset("Python")  # the key of dispatch modes
 
 
-# At each call site, so many calls are compared with float32, and one of as many after them: a line
-# may call an op several times, though not often 17 times.
+# At each call site, one of so many calls is compared with float32, and in the first step as many: a
+# line may call an op several times.
 _EVERY = 17
 _ALWAYS = DIVIDING | SATURATING  # but of these ops each call
 
@@ -182,8 +182,8 @@ class AuditValues(Values):
         kernel = event.func, self._part  # in a call of an op, one after the other
         site = *kernel, op_call.op, op_call.spelling, op_call.place, op_call.direction
         self._visits[site] += 1
-        visits = self._visits[site]
-        return visits <= _EVERY or visits % _EVERY == 0 or op_call.op in _ALWAYS
+        visits, first = self._visits[site], self.passes <= (op_call.direction == BACKWARD)
+        return op_call.op in _ALWAYS or visits % _EVERY == 1 or (first and visits <= _EVERY)
 
     def noted(self, ran: Ran, event: Event, results: list[torch.Tensor]) -> None:
         op_call, cast = event.op_call, event.func is None

@@ -291,7 +291,7 @@ def _alive(*classes: type[Any]) -> Iterator[Any]:
     for kind in waiting:
         waiting += kind.__subclasses__()
     kinds = {*waiting}
-    yield from (it for it in gc.get_referrers(*kinds) if type(it) in kinds)  # refer to classes
+    yield from (it for it in gc.get_objects() if type(it) in kinds)
 
 
 def _copied(value: Any) -> Any:

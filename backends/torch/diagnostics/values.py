@@ -559,9 +559,7 @@ class Values(Subscriber):
             return None
         spoiled = self._provenance.spoiled()
         used = {i for event in events if event.op_call.direction != BACKWARD for i in event.inputs}
-        # A forward pass alone may end in a value that nobody keeps.
-        trains = any(event.op_call.direction == BACKWARD for event in events)
-        there = self._provenance.alive() if trains else range(len(events))
+        there = self._provenance.alive()
         nodes = []
         for at, (event, was) in enumerate(zip(events, bad, strict=True)):
             finite, vanished = event.run == "float16" and event.op_call.op not in DIVIDING, 0.0
@@ -602,6 +600,10 @@ class Values(Subscriber):
                 )
             )
         found = blame(nodes)
+        if found is None and not any(event.op_call.direction == BACKWARD for event in events):
+            # A forward pass alone may end in a value that nobody keeps.
+            nodes = [node._replace(dropped=False) for node in nodes]
+            found = blame(nodes)
         if found is None or found.why != CONSTANT:
             self.ranges.meant = {number for at in meant(nodes) for number in events[at].ranges}
         if found is None:

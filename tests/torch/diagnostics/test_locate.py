@@ -237,6 +237,8 @@ def test_a_value_that_is_gone_is_no_fault_unless_a_leaf_had_it(written_over: boo
     for fault in (located, audit.fault):
         found = fault and (fault.op, fault.direction)
         assert found == (None if written_over else ("log", "backward"))
+    for ends in (lambda x: (x.log(), x.sqrt())[1], lambda x: x.sqrt() is None):
+        assert getattr(locate(ends, torch.tensor([-1.0, -1.0])), "op", None) == "sqrt"
 
 
 def test_the_fault_of_an_overflow_in_full() -> None:

@@ -48,6 +48,8 @@ def test_what_an_op_was_given_is_exact(fw: ModuleType) -> None:
     names = ["a", "b"] if fw.name == "jax" else ["an argument (float16 4)"] * 2
     first = "x" if fw.name == "jax" else names[0]
     assert fault.inputs == (operand(x, first), operand(x + 1))
+    for one, other in zip(audited(fw.name, f, x).fault.inputs, fault.inputs, strict=True):
+        assert (one.dtype, one.shape, one.largest) == (other.dtype, other.shape, other.largest)
     fault = fault_of(fw, lambda a, b: a * b, x, y)
     assert fault.kind == "input"
     assert f"{names[1]} is not finite" in fault.why

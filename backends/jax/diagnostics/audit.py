@@ -299,7 +299,7 @@ def read(runs: Sequence[Run]) -> Audit:
                 gradients.setdefault(name, []).append(gradient)
         audit.fault = audit.fault or broke
         if audit.fault is None and (found := blame(nodes)) is not None:
-            operands = largest(program, program.events[found.node], peaks)
+            operands = _operands(program, program.events[found.node], facts, peaks)
             audit.fault = fault(program, found, tuple(operands), facts)
     audit.left_out = dict(left_out)
     audit.results = [together(many) for many in results.values()]
@@ -613,11 +613,29 @@ def _outside(event: Event) -> str:
     return f"an index is outside {allowed}: {by} filled with NaN"
 
 
-def largest(program: MeasuredCall, event: Event, peaks: Sequence[jax.Array]) -> Iterator[Operand]:
-    """The operands of an equation, with the largest magnitudes of those that have names."""
-    places = {v: at for at, v in enumerate(program.inputs)}
-    for v in event.site.eqn.invars:
-        if not hasattr(v, "val") and is_measured(v.aval):
-            at = places.get(v)
-            name, peak = ("", 0.0) if at is None else (program.names[at], float(peaks[at]))
-            yield Operand.of_ends(v.aval.dtype.name, v.aval.shape, [peak], name)
+def _operands(
+    program: MeasuredCall, event: Event, facts: Sequence[Facts], peaks: Sequence[jax.Array]
+) -> Iterator[Operand]:
+    """What a call was given for an equation, with the largest magnitudes that were measured."""
+    call = program.of_event.get(event.site.key)
+    for v, came in zip(event.site.eqn.invars, event.reads, strict=True):
+        if hasattr(v, "val") or not is_measured(v.aval):
+            continue
+        made = None
+        while len(came.events) == 1 and not came.outside:  # by a cast of the call's own, of what?
+            made = program.events[next(iter(came.events))]
+            own = program.of_event.get(made.site.key) == call is not None
+            if not own or made.site.eqn.primitive.name != "convert_element_type":
+                break
+            (came,), made = made.reads, None
+        dtype, shape, name, ends = v.aval.dtype.name, v.aval.shape, "", [0.0]
+        if made is not None and made.site.eqn.outvars[0].aval.shape == shape:
+            (at,) = came.events
+            dtype = made.dtype
+            ends = _of_what_ran(facts[at])[0].tolist() if np.ndim(facts[at].peak) == 0 else ends
+        elif len(came.outside) == 1 and not came.events:
+            (at,) = came.outside
+            if program.inputs[at].aval.shape == shape:
+                dtype = program.inputs[at].aval.dtype.name
+                name, ends = program.names[at], [float(peaks[at])]
+        yield Operand.of_ends(dtype, shape, ends, name)

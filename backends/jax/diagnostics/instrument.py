@@ -67,12 +67,18 @@ class Event(NamedTuple):
     group: int | None  # of the call that it ends; None of any other
     # of the program that a low dtype makes 0 or 1, by the place among its operands
     numbers: tuple[tuple[int, float], ...]
-    divisors: tuple[int, ...] | None  # of a division, the events that made what it divides by
+    reads: tuple[Origin, ...]  # where each of its operands comes from
     later: tuple[int, ...] = ()  # events of the same loop whose results it reads one round later
 
     @property
     def direction(self) -> str:
         return self.site.scope.direction
+
+    @property
+    def divisors(self) -> tuple[int, ...] | None:
+        """Of a division, the events that made what it divides by."""
+        name = self.site.eqn.primitive.name
+        return tuple(sorted(self.reads[1].events)) if name == "div" else None
 
 
 class MeasuredCall(Placed[Origin]):
@@ -242,9 +248,9 @@ class MeasuredCall(Placed[Origin]):
                 self.numbers[key] = len(events)
                 dtype = made[0].dtype.name if made else ""
                 numbers = self._constants(site)
-                divisors = tuple(sorted(values[1].events)) if name == "div" else None
                 own = through.given, through.captured
-                events.append(Event(site, inputs, outside, dtype, *own, group, numbers, divisors))
+                of = dtype, *own, group, numbers, tuple(values)
+                events.append(Event(site, inputs, outside, *of))
         elif (number := self.numbers[key]) is not None:  # a loop's equation is met again
             event = events[number]
             later = tuple(sorted(through.events.difference(event.inputs)))

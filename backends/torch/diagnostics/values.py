@@ -298,7 +298,7 @@ class Provenance:
         key = modes.storage_key(t)
         made = self._makers.get(key)
         if made is not None or not key or key in self._constants:
-            return made and made[-1]
+            return made[-1] if made else None
         views = self._outside.setdefault(key, {})
         view = t.storage_offset(), *sorted(zip(t.shape, t.stride(), strict=True))  # or transposed
         if view not in views:
@@ -312,7 +312,7 @@ class Provenance:
     def maker(self, t: torch.Tensor) -> int | None:
         """Return the event that made a tensor; None if none did."""
         made = self._makers.get(modes.storage_key(t))
-        return made and made[-1]
+        return made[-1] if made else None
 
     def alive(self) -> set[int]:
         """Return the events that wrote into memory that is still there, or was a gradient's."""

@@ -504,7 +504,7 @@ def nodes_of(
             burst = bool(bad) and bool(np.isfinite(fact.lost[first][0]))
             vanished = float(fact.lost[..., 2].max())
             ones = bool(((np.asarray(fact.peak) == 1) & (fact.lost[..., 0] < 1)).any())
-        numbers = _numbers_lost(event)
+        numbers, outside = _numbers_lost(event), sorted(event.came.outside)
         nodes.append(
             Node(
                 inputs=(*event.inputs, *event.later),
@@ -514,10 +514,8 @@ def nodes_of(
                 tried=bool(fact.lost.size) or event.dtype != "float16",
                 vanished=vanished,
                 numbers=numbers if ones or vanished > 0 else (),
-                spoiled=next(
-                    (spoiled[at] for at in event.outside if at in spoiled), event.captured
-                ),
-                given=event.given,
+                spoiled=next((spoiled[at] for at in outside if at in spoiled), event.came.captured),
+                given=event.came.given,
                 value=bool(event.dtype),
                 asks=name == "is_finite",
                 cast=name == "convert_element_type",
@@ -557,7 +555,7 @@ def fault(
     if kind == "operation" and event.site.eqn.primitive.name in CLOSED:
         kind, why = "inside", "its inputs are finite, and ops inside of it were not looked at"
         remedy = _INSIDE[event.site.eqn.primitive.name]
-    if kind == "saturation" and not event.inputs and not event.outside:
+    if kind == "saturation" and not event.inputs and not event.came.outside:
         kind, why = "number", f"a constant, which keeps a value from 1, is 1 in {event.dtype}"
     if found.node in program.late:
         call = call._replace(direction=BACKWARD)
@@ -616,7 +614,7 @@ def _outside(event: Event) -> str:
 def _operands(
     program: MeasuredCall, event: Event, facts: Sequence[Facts], peaks: Sequence[jax.Array]
 ) -> Iterator[Operand]:
-    """What a call was given for an equation, with the largest magnitudes that were measured."""
+    """The inputs of a call that an equation is part of, with largest magnitudes that are known."""
     call = program.of_event.get(event.site.key)
     for v, came in zip(event.site.eqn.invars, event.reads, strict=True):
         if hasattr(v, "val") or not is_measured(v.aval):

@@ -60,10 +60,8 @@ class Event(NamedTuple):
 
     site: Site  # the equation, where it stands
     inputs: tuple[int, ...]  # events whose results it reads
-    outside: tuple[int, ...]  # inputs of the program that it reads, by their places
+    came: Origin  # of all that it reads
     dtype: str  # of its results; "" if they are no floats
-    given: bool  # True if it reads an infinite number of the program
-    captured: str  # as in `Origin`
     group: int | None  # of the call that it ends; None of any other
     # of the program that a low dtype makes 0 or 1, by the place among its operands
     numbers: tuple[tuple[int, float], ...]
@@ -234,7 +232,6 @@ class MeasuredCall(Placed[Origin]):
                 shape = self.inputs[at].aval.shape
                 for read in {long(shape), long(shape[site.times > 1 :])}:  # in a scan, a row of it
                     self.reads.setdefault((call, read), set()).add(at)
-        inputs, outside = tuple(sorted(through.events)), tuple(sorted(through.outside))
         if key not in self.numbers:
             self.numbers[key] = None
             made = [v.aval for v in eqn.outvars if is_measured(v.aval)]
@@ -248,15 +245,12 @@ class MeasuredCall(Placed[Origin]):
                 self.numbers[key] = len(events)
                 dtype = made[0].dtype.name if made else ""
                 numbers = self._constants(site)
-                own = through.given, through.captured
-                of = dtype, *own, group, numbers, tuple(values)
-                events.append(Event(site, inputs, outside, *of))
+                inputs, reads = tuple(sorted(through.events)), tuple(values)
+                events.append(Event(site, inputs, through, dtype, group, numbers, reads))
         elif (number := self.numbers[key]) is not None:  # a loop's equation is met again
             event = events[number]
             later = tuple(sorted(through.events.difference(event.inputs)))
-            events[number] = event._replace(
-                later=later, outside=outside, given=through.given, captured=through.captured
-            )
+            events[number] = event._replace(later=later, came=through)
         if (number := self.numbers[key]) is not None and (self.once or key not in self.unlisted):
             through = Origin(frozenset([number]))
         return [through] * len(eqn.outvars)

@@ -528,6 +528,6 @@ def _made_of(call: MeasuredCall, result: int) -> tuple[bool, set[int]]:
         event = call.events[at]
         graded |= event.direction == BACKWARD
         if event.direction == FORWARD and event.site.eqn.outvars[0].aval.shape == shape:
-            outside.update(event.outside)
+            outside.update(event.came.outside)
             todo.extend(event.inputs)
     return graded, outside

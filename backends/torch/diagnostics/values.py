@@ -290,7 +290,7 @@ class Provenance:
         self._outside: dict[int, dict[tuple[Any, ...], int]] = {}
         self._given: list[tuple[torch.Tensor, int]] = []  # with their ranges
         self._called: dict[int, str] = {}  # of some storages, a word on what they have
-        self._of_leaves = set[int]()  # events that wrote gradients of leaves
+        self._ends = set[int]()  # events that wrote what others had, which may be gone at the end
         self._constants: dict[int, float] = {}  # those of single numbers that the program has
 
     def origin(self, t: torch.Tensor) -> int | None:
@@ -315,14 +315,13 @@ class Provenance:
         return made[-1] if made else None
 
     def alive(self) -> set[int]:
-        """Return the events that wrote into memory that is still there, or was a gradient's."""
+        """Return the events that wrote into memory that is still there, or what others had."""
         there = (made for key, made in self._makers.items() if not self._kept.is_freed(key))
-        return self._of_leaves.union(*there)
+        return self._ends.union(*there)
 
-    def had_gradient(self, leaf: torch.Tensor) -> None:
-        """Note that a leaf has a gradient, which may be gone at the end."""
-        if leaf.grad is not None:
-            self._of_leaves.update(self._makers.get(modes.storage_key(leaf.grad), ()))
+    def handed(self, t: torch.Tensor) -> None:
+        """Note that an optimizer or another rank has a tensor."""
+        self._ends.update(self._makers.get(modes.storage_key(t), ()))
 
     def has_read(self, t: torch.Tensor) -> bool:
         """Return whether an op has read a tensor that none made."""
@@ -429,6 +428,8 @@ class Values(Subscriber):
 
     def before(self, ran: Ran) -> None:
         if ran.facts.receives:
+            for t in ran.reads:
+                self._provenance.handed(t)
             return
         place = ran.op_call.place
         if ran.facts.writes and ran.op_call.direction == BACKWARD and not place.source:
@@ -536,8 +537,8 @@ class Values(Subscriber):
             place, *_ = self.stream.where(sys._getframe(1))
             at = place, len(self.events), self.ranges, self._provenance
             self.updates.append(Update(optimizer, *at))
-            for p in with_gradients(optimizer):
-                self._provenance.had_gradient(p)
+            for grad in (p.grad for p in with_gradients(optimizer) if p.grad is not None):
+                self._provenance.handed(grad)
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         if not closure and self.updates:

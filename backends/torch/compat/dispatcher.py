@@ -146,7 +146,18 @@ _CALLERS = frozenset(
 )
 
 
-def in_region(op: torch._ops.OpOverload, args: Any, kwargs: Any, device: str) -> Any:
+@functools.cache
+def parts_of(op: torch._ops.OpOverload, device: str) -> Callable[..., Any] | None:
+    """Return what runs the ops that one such as `linear` is made of; None of one with a kernel.
+
+    `OpOverload.decompose` takes torch's Python functions, which for `gru` round otherwise.
+    """
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    whole = not has_kernel(op.name(), key.name) or has_kernel(op.name(), device.upper())
+    return None if whole else functools.partial(op._op_dk, key)
+
+
+def in_region(op: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Any:
     """Run an op that a dispatch mode was given, with autocast as it was where it was called.
 
     Below the keys of modes torch has autocast off, so that ops which a kernel calls in turn, as

@@ -43,6 +43,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     name_of,
     numbers_in,
     running,
+    tensors,
 )
 from polymp.backends.torch.scaler.optimizer_step import closure_of
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, RECOMPUTE
@@ -338,6 +339,16 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
         finally:
             self._below -= 1
 
+    def run_parts(self, func: torch._ops.OpOverload, args: modes.Args, kwargs: modes.Kwargs) -> Any:
+        """Run the ops that an op is made of, followed; return NotImplemented for another op."""
+        device = next((t.device.type for t in tensors(args, kwargs)), "cpu")
+        if (parts := dispatcher.parts_of(func, device)) is None:
+            return NotImplemented
+        with self._mode:
+            if self._rows:
+                return parts(*args, **kwargs)
+            return dispatcher.in_region(parts, args, kwargs, device)
+
     def view(
         self, func: torch._ops.OpOverload, args: Sequence[object], frame: FrameType | None
     ) -> None:
@@ -366,10 +377,6 @@ class OpStream(decision_log.Recorder, ExitStack):  # which is left at no line of
     def begin(self) -> None:
         """Enter all that has to be left at the end."""
         self._first_node = dispatcher.latest_node() + 1
-        if torch.is_inference_mode_enabled():
-            # In it, a mode is given ops such as `linear` whole, with autocast off inside.
-            self.enter_context(torch.inference_mode(False))
-            self.enter_context(torch.no_grad())
         kernel_registry.put_everywhere(self)
         decision_log.recorded_by(self, self)
         self.enter_context(self._mode)
@@ -432,6 +439,10 @@ class _Mode(modes.OpMode):
             return NotImplemented
         if not followed or stream.looks_away:
             return func(*args, **kwargs)
+        if torch.is_inference_mode_enabled():  # there a mode is given `to` and `linear` whole
+            result = stream.run_parts(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if facts.kind == "view":
             stream.view(func, args, sys._getframe(1))
             return func(*args, **kwargs)

@@ -472,7 +472,8 @@ class _Step(Subscriber):
         """Return memory that is kept for the step: to get other memory takes longer than sums."""
         key, count = (like.dtype, like.device), like.numel()
         if key not in self._rooms or len(self._rooms[key]) < count:
-            self._rooms[key] = torch.empty(count, dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):
+                self._rooms[key] = torch.empty(count, dtype=like.dtype, device=like.device)
         return self._rooms[key][:count].view(like.shape)
 
     # Optimizers

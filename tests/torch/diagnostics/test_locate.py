@@ -580,3 +580,14 @@ def test_a_remedy_names_the_module_that_it_is_for() -> None:
     assert fault.remedy.startswith("Give mul the rule fp32 in module '1', with which this step")
     polymp.torch.scoped(net, polymp.policy("amp").override(scopes={"1": {"mul": "fp32"}}))
     assert step().isfinite().all()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_cast_that_overflows_in_a_decoding_is_no_input(mode: Any) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with mode(), autocast("cpu", torch.float16):
+            return nn.functional.linear(x * 240_000, torch.ones(8, 8)).softmax(-1)
+
+    fault = locate(step, torch.ones(1, 8))
+    assert (fault.op, fault.kind) == ("linear", "overflow")
+    assert "the rule fp32, with which this step was tried and is finite" in fault.remedy

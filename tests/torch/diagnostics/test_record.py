@@ -1269,6 +1269,17 @@ def test_a_call_of_one_run_is_followed_through_results_that_are_no_floats(throug
     assert found.explained, str(found)
 
 
+@pytest.mark.parametrize("probes", [0, 2])
+def test_inference_mode_inside_of_a_step_is_recorded_as_no_grad_is(probes: int) -> None:
+    net, runs = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)), []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with record(None, net, probes=probes) as run, mode(), autocast("cpu", torch.bfloat16):
+            net(torch.ones(3, 4))
+        runs.append(run.record)
+    names = [[(a.name, a.values) for a in run.steps[0].arrays] for run in runs]
+    assert names[0] == names[1]
+
+
 def test_a_tensor_that_is_made_like_another_is_an_input_of_its_own() -> None:
     found = polymp.compare(*(gated(torch.randn_like, seed) for seed in (1, 2)))
     assert found.first.array.name == "operand 2 of mul", str(found)

@@ -250,7 +250,10 @@ class _Step(Subscriber):
         self._statistics: dict[str, torch.Tensor] = {}
         self._named: dict[int, tuple[str, torch.Tensor]] = {}  # the same and buffers, by memory
         if model is not None:
-            self._parameters = {dynamo.plain_name(n): p for n, p in model.named_parameters()}
+            named = {dynamo.plain_name(n): p for n, p in model.named_parameters()}
+            self._parameters = {n: p for n, p in named.items() if not p.is_complex()}
+            if left := len(named) - len(self._parameters):
+                self._left_out["complex parameters"] += left
             for name, t in (
                 *self._parameters.items(),
                 *((dynamo.plain_name(n), b) for n, b in model.named_buffers()),

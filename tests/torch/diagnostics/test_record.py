@@ -1280,6 +1280,17 @@ def test_inference_mode_inside_of_a_step_is_recorded_as_no_grad_is(probes: int) 
     assert names[0] == names[1]
 
 
+def test_complex_parameters_are_counted() -> None:
+    net = nn.ParameterList([torch.ones(3, dtype=torch.complex64), torch.ones(3)])
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    with record(None, net, probes=2) as recorder:
+        (net[0].abs() * net[1]).sum().backward()
+        optimizer.step()
+    step = recorder.record.steps[0]
+    assert step.left_out["complex parameters"] == 1
+    assert [a.name for a in step.arrays if a.kind == UPDATE] == ["1"]
+
+
 def test_a_tensor_that_is_made_like_another_is_an_input_of_its_own() -> None:
     found = polymp.compare(*(gated(torch.randn_like, seed) for seed in (1, 2)))
     assert found.first.array.name == "operand 2 of mul", str(found)

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import distributed, modes, optimizers, tree_leaves
+from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers, tree_leaves
 
 
 class Group:
@@ -94,6 +94,10 @@ class Uses(modes.OpMode):
         # The ops of prim read a tensor's device or layout.
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        device = next((t.device.type for t in tensors((args, kwargs))), "cpu")
+        if torch.is_inference_mode_enabled() and (parts := dispatcher.parts_of(func, device)):
+            with self:  # there a mode is given `to` and `linear` whole
+                return parts(*args, **kwargs)
         where = module_path(self.paths)
         if group := self._cast_of(func, args, kwargs):
             made = func(*args, **kwargs)

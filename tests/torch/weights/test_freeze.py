@@ -104,6 +104,7 @@ LOW_USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
     "chunks": lambda m, x: F.linear(x, m.weight.chunk(2)[1]),
     "twice": lambda m, x: F.linear(F.linear(x, m.weight), m.weight),
     "detached": lambda m, x: F.linear(x, m.weight.detach()),
+    "inference mode": torch.inference_mode()(lambda m, x: F.linear(x, m.weight[:])),
     "by hand": lambda m, x: x.to(BF16) @ m.weight.to(BF16),
     "a copy": lambda m, x: x.to(BF16) @ m.weight.to(BF16, copy=True).mul(2),
     "shape": lambda m, x: F.linear(x, m.weight) * m.weight.shape[0] * m.weight.is_floating_point(),
@@ -125,6 +126,10 @@ HIGH_USES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = 
         "read in float32 by aten.add.Tensor",
     ),
     "a block without": (in_a_block_without, "read in float32 by aten.mm.default"),
+    "inference mode": (
+        torch.inference_mode()(in_a_block_without),
+        "read in float32 by aten.mm.default",
+    ),
     "float16": (in_another_dtype, "read in float32 by aten._to_copy.default"),
     "columns": (
         lambda m, x: F.linear(x[:, :4], m.weight[:, :4]),

@@ -271,6 +271,13 @@ def test_a_storage_has_one_key_and_keeps_it_while_it_is_referred_to():
     assert key not in {modes.storage_key(torch.ones(4, 4)) for _ in range(100)}
 
 
+def test_an_op_that_is_made_of_others_can_run_as_these():
+    x, w = torch.randn(2, 3), torch.randn(4, 3)
+    parts = dispatcher.parts_of(torch.ops.aten.linear.default, "cpu")
+    assert torch.equal(parts(x, w), torch.nn.functional.linear(x, w))
+    assert dispatcher.parts_of(torch.ops.aten.mm.default, "cpu") is None
+
+
 def test_keys_of_freed_storages_are_not_used_again_while_they_are_kept():
     kept, keys = modes.KeptKeys(), set()
     for _ in range(100):

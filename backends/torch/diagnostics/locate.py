@@ -47,7 +47,7 @@ def locate(
     small, a number or a value before it may have become zero in its dtype, an input may not be
     finite, or the operation itself may have no finite result there. The fault names the row of the
     policy that decided, and the op's inputs. Infinities that a program makes on purpose and removes
-    again, such as those of a mask, are no fault.
+    again, such as those of a mask, are no fault, nor are values that are dropped.
 
     If the step has a region and breaks, it is called again with ops in float32, to find which of
     them make it finite. If it breaks with all ops in float32, too, the fault of that call is

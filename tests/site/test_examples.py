@@ -10,7 +10,6 @@ import argparse
 import json
 import math
 import re
-import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,10 +28,10 @@ import torch  # noqa: E402
 from jax import numpy as jnp  # noqa: E402
 from matplotlib.image import imread  # noqa: E402
 
-from tests.support import examples, forks  # noqa: E402
+from tests.support import examples  # noqa: E402
 from tests.support.decisions import recording  # noqa: E402
 from tests.support.examples import TINY, falls  # noqa: E402
-from tests.support.sizes import LONG, size  # noqa: E402
+from tests.support.sizes import size  # noqa: E402
 
 COLUMNS = (
     "dtype|loss|against fp32|tokens per s|saved, MiB|peak, MiB|steps skipped|final scale".split("|")
@@ -439,48 +438,13 @@ LINE = re.compile(r"step +(\d+)  loss +([\d.]+)  scale +([\d.]+)  skipped (yes|n
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
-def of_torchrun(*argv: object) -> str:
-    """Return the text that the example prints on two ranks, started by torchrun."""
+@pytest.mark.long
+def test_an_overflow_on_the_last_rank_is_skipped_by_all() -> None:
     settings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    argv = "--overflow-at", 5, "--steps", 12, "--width", 32
     done = examples.run("train_ranks.py", *argv, python=TORCHRUN, **settings)
     assert done.returncode == 0, done.stderr
-    return str(done.stdout)
-
-
-# Runs the example in a process that has imported torch.
-MAIN = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import train_ranks
-assert train_ranks.main(sys.argv[2:]) == 0
-"""
-
-
-def of_forks(folder: Path, *argv: object) -> str:
-    """Return the same of two ranks with the environment that torchrun would give them."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
-    told |= {"GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2"}
-    outs, errors = ([folder / f"{kind}{rank}" for rank in range(2)] for kind in ("out", "errors"))
-    calls = [
-        forks.Call(
-            forks.__name__,
-            "execute",
-            [*map(str, (MAIN, folder, outs[rank], examples.EXAMPLES, *argv))],
-            str(errors[rank]),
-            told | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    codes = forks.run(forks.TORCH, calls)
-    assert codes == [0, 0], "\n".join(path.read_text()[-3000:] for path in errors)
-    return "".join(path.read_text() for path in outs)
-
-
-@pytest.mark.sized
-def test_an_overflow_on_the_last_rank_is_skipped_by_all(tmp_path: Path) -> None:
-    argv = "--overflow-at", 5, "--steps", 12, "--width", 32
-    *lines, end = (of_torchrun(*argv) if LONG else of_forks(tmp_path, *argv)).splitlines()
+    *lines, end = done.stdout.splitlines()
     assert end == "parameters are finite on all 2 ranks"
     cells = [match.groups() for match in map(LINE.fullmatch, lines) if match]
     assert [int(step) for step, *_ in cells] == list(range(12)) == list(range(len(lines)))

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import polymp
-from polymp.backends.torch.autocast import kernel_registry
+from polymp.backends.torch.autocast import fp8_product, kernel_registry
 from polymp.backends.torch.compat import dispatcher, modes
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.report import Report
@@ -354,7 +354,8 @@ def test_ops_that_a_kernel_calls_are_cast_as_ever(name: str, region: Any, mode: 
                 return seen([low, CALLING[name]()])
 
     plain = run()
-    assert plain[0] != plain[1] or name == "fp8", "not cast: tells nothing"  # one kernel with AMX
+    own = name == "fp8" and fp8_product._onednn_is_slow()  # one kernel with AMX, that calls no op
+    assert (plain[0] == plain[1]) == own, "this op is not cast, and tells nothing"
     for tool in TOOLS.values():
         with tool():
             assert run() == plain

@@ -31,6 +31,9 @@ _AT_ONCE = "Look at the arguments, and at the magnitudes in an audit of this ste
 # After so many bad steps in a row, training does not go on.
 MANY = 3
 
+# A step may raise these for numbers that are not finite, as distributions and guards in scripts do.
+RAISED = (ValueError, ArithmeticError, RuntimeError, AssertionError, SystemExit)
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -213,7 +216,7 @@ class CaughtStep(NoBlock, Generic[P, R]):
         raises: whether a bad step raises.
 
     Attributes:
-        step: the number of calls so far, which is the number of the next step.
+        step: the number of calls so far that have not raised, which is the number of the next step.
         reports: a `BadStep` for each bad step so far.
     """
 
@@ -247,7 +250,7 @@ class CaughtStep(NoBlock, Generic[P, R]):
 
         Raises:
             BadStepError: a value is not finite; the training is in the state before that step, or
-                the error has that state.
+                the error has that state. In torch, also if the step raised an error for it.
             TypeError: in JAX, the call is traced.
             ValueError: in torch, no model and no optimizer was found.
 
@@ -257,7 +260,14 @@ class CaughtStep(NoBlock, Generic[P, R]):
         given = self._begin(args, kwargs)
         self.step += 1
         result: R
-        result, losses, bad = self._do(*given)
+        try:
+            result, losses, bad = self._do(*given)
+        except BaseException as error:
+            if isinstance(error, RAISED) and self._broke(error):
+                self._stop(goes_on=False)
+            self._calls.pop()  # it is not repeated
+            self.step -= 1
+            raise
         self._calls[-1].losses.update(losses)
         if self.step == 1 and not losses:
             warn(
@@ -296,6 +306,10 @@ class CaughtStep(NoBlock, Generic[P, R]):
     def _bad_state(self) -> bool:
         """Return whether the state after the last call is not finite."""
         raise NotImplementedError
+
+    def _broke(self, error: BaseException) -> bool:
+        """Return whether a value was not finite in the last call, which raised, or before it."""
+        return False
 
     def _repeated(self) -> Iterator[Repeated]:
         """Repeat the calls from the copy."""

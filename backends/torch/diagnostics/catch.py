@@ -34,6 +34,7 @@ from polymp.backends.torch.snapshot import (
 )
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
+    RAISED,
     BatchCopies,
     CaughtStep,
     Repeated,
@@ -41,6 +42,7 @@ from polymp.diagnostics.bad_step import (
     described,
     warn,
 )
+from polymp.diagnostics.call_record import BACKWARD
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,7 +67,8 @@ def catch(
     gradients that optimizers step with. Every `every` calls the state of the training is copied.
     When something is not finite, the training goes back to the last copy, repeats the calls up to
     the first bad one, and stops before it: models, optimizers, schedulers, loss scalers and random
-    numbers are as they were after the last good step. `locate` then names the op.
+    numbers are as they were after the last good step. `locate` then names the op. So it is if the
+    step itself raises an error, or leaves the program, because a value is not finite.
 
     The models and optimizers are found by looking at the step as Python does when it runs it: at
     its arguments, closure, globals, and the object whose method it is. The batches of up to
@@ -330,6 +333,22 @@ class Catch(CaughtStep[P, R]):
     def _bad_state(self) -> bool:
         return any(map(bool, bad_by_device(self._copy.trained().values())))
 
+    def _broke(self, error: BaseException) -> bool:
+        if _ranks() > 1 or isinstance(error, torch.OutOfMemoryError):
+            return False  # other ranks have no error
+        if self._checks.now() or self._bad_state():
+            return True
+        call, raised = self._calls[-1], TrainingState(self._copy.objects)
+        call.before.put_back()
+        self._copy.before = TrainingState(self._copy.objects)
+        try:
+            fault, _ = self._located(call, None)
+        except RAISED:  # for another reason
+            fault = None
+        raised.put_back()
+        # Of a loss scaler's steps, some have gradients that are not finite, and are skipped.
+        return fault is not None and not (self._copy.scaled and fault.direction == BACKWARD)
+
     def _anywhere(self, found: bool) -> bool:
         return any_rank(found)
 
@@ -353,6 +372,10 @@ class Catch(CaughtStep[P, R]):
             except StopIteration:  # the iterator that the step reads has ended
                 copy.before.put_back()
                 return
+            except RAISED as error:
+                words = f"the step raised {type(error).__name__}: {error}".partition("\n")[0]
+                yield Repeated({}, True, functools.partial(str, words))
+                continue
             on_cpu = all(loss.device.type == "cpu" for loss in call.losses.values())
             yield Repeated(losses(result), on_cpu, bad)
 

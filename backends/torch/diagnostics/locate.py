@@ -143,7 +143,7 @@ def _replayed(
             returned = step()
         fault = values.fault()
         del returned  # what is still there may be an end of the run
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the second, of a guard in a script
         fault = values.fault()
         if isinstance(error, StopIteration) and fault is None:
             raise RuntimeError(

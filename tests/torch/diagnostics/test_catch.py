@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from polymp.backends.torch.diagnostics.catch import TrainingState, bad_by_device
 from polymp.errors import BadStepError, CatchWarning
-from polymp.torch import catch
+from polymp.torch import GradScaler, autocast, catch
 from tests.support.sizes import size
 from tests.support.torch.audit_trainings import CASES, Training, same
 
@@ -61,6 +62,64 @@ def test_a_healthy_training_is_left_alone_and_a_bad_step_undone(what: Any, every
     assert report.fault.kind == "operation"  # the batch is multiplied by NaN in the step
     assert step(1.0).isfinite()
     assert step.step == 7
+
+
+def guarded(guard: Callable[[torch.Tensor], Any], scale: float = 1.0) -> tuple[nn.Module, Any]:
+    """A net in float16 and a step of it, whose loss a guard looks at."""
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", enabled=scale != 1.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        with autocast("cpu", torch.float16):
+            loss = net(x).float().square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss * scale).backward()
+        guard(loss)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    return net, step
+
+
+def leave(loss: torch.Tensor) -> None:
+    """End the program, as scripts do."""
+    if not loss.isfinite():
+        sys.exit(1)
+
+
+def refuse(loss: torch.Tensor) -> None:
+    """Raise for a reason of its own."""
+    if loss > 1:
+        raise ValueError("a loss above 1")
+
+
+@pytest.mark.parametrize(
+    ("guard", "words"),
+    [
+        (lambda loss: torch.distributions.Normal(loss, 1.0), "ValueError: Expected parameter loc"),
+        (leave, "SystemExit: 1"),
+    ],
+)
+def test_a_step_that_raises_for_a_bad_value(guard: Any, words: str) -> None:
+    net, inner = guarded(guard)
+    step = catch(inner)
+    step(torch.ones(1, 2))
+    before = [p.clone() for p in net.parameters()]
+    report = report_of(step, torch.full((1, 2), 1e6))
+    assert report.found.startswith(f"the step raised {words}")
+    assert (report.step, report.fault.op, report.fault.kind) == (1, "linear", "overflow")
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e9])  # the second makes gradients that a scaler skips
+def test_an_error_of_another_cause_is_passed_on(scale: float) -> None:
+    step = catch(guarded(refuse, scale)[1])
+    step(torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="a loss above 1"):
+        step(torch.full((1, 2), 99.0))
+    assert report_of(step, torch.full((1, 2), BAD)).step == 1  # the call that raised is no step
 
 
 def test_a_state_that_is_not_put_back_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

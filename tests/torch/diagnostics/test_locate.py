@@ -198,13 +198,14 @@ def test_a_step_that_raises_after_its_optimizer_is_put_back_too(optimizer: str) 
     assert same(training.state(), before)
 
 
-def test_a_step_that_raises_for_a_value_it_made_is_explained() -> None:
+@pytest.mark.parametrize("error", [FloatingPointError, SystemExit])
+def test_a_step_that_raises_for_a_value_it_made_is_explained(error: Any) -> None:
     """Code that checks its loss raises; the fault is what it should have said."""
 
     def step(x: torch.Tensor) -> None:
         loss = (x * 1e3).sum()
         if not loss.isfinite():
-            raise FloatingPointError("loss is not finite")
+            raise error("loss is not finite")
 
     assert locate(step, torch.ones(2)) is None
     found: Any = locate(step, torch.full((2,), 1e3).half())

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+import torch.nn as nn
 from torch import distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -166,17 +167,25 @@ def _state_of(it: Any) -> Any:
         return None
 
 
+def whole_model(objects: TrainingObjects) -> nn.Module | None:
+    """Return the model; several as parts of one, by their classes; None without tensors."""
+    models = [it for it in objects.models if [*it.parameters(), *it.buffers()]]
+    kinds = [type(it).__name__ for it in models]
+    if len(models) < 2:
+        return models[0] if models else None
+    names = [kind if kinds.count(kind) == 1 else f"{kind}{at}" for at, kind in enumerate(kinds)]
+    return nn.ModuleDict(dict(zip(names, models, strict=True)))
+
+
 def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
     """Return the parameters and buffers of a training by name, each once.
 
     A parameter that only an optimizer has is called by its place in the optimizer's groups.
     """
     named: dict[int, tuple[str, torch.Tensor]] = {}
-    many = len(objects.models) > 1
-    for at, model in enumerate(objects.models):
-        prefix = f"{type(model).__name__}{at}." if many else ""
+    for model in filter(None, [whole_model(objects)]):
         for name, t in (*model.named_parameters(), *model.named_buffers()):
-            named.setdefault(id(t), (prefix + plain_name(name), t))
+            named.setdefault(id(t), (plain_name(name), t))
     for it in objects.optimizers:
         for at, group in enumerate(it.param_groups):
             for i, p in enumerate(group["params"]):
@@ -388,8 +397,7 @@ class Catch(CaughtStep[P, R]):
         if "model" in kwargs:  # the step's own, and not locate's
             fn = functools.partial(fn, model=kwargs.pop("model"))
         copy.before.put_back()
-        model = copy.objects.models[0] if len(copy.objects.models) == 1 else None
-        fault = replay.locate(fn, *call.args, model=model, **kwargs)
+        fault = replay.locate(fn, *call.args, model=whole_model(copy.objects), **kwargs)
         copy.before.put_back()  # locate leaves what it does not know
         return fault, ""
 

@@ -443,6 +443,19 @@ def test_a_replay_of_another_training_names_the_step_by_its_own_losses() -> None
     assert re.search(r"Repeating step 0 gave the loss .*, where it was", report.note)
 
 
+def test_of_several_models_the_one_that_broke_is_named() -> None:
+    class Critic(nn.Sequential):
+        pass
+
+    critic, other = Critic(nn.Linear(2, 2), nn.ReLU()), nn.Sequential(nn.Linear(2, 2))
+    inner, loss = sgd(critic), nn.MSELoss()  # which has no weights, and counts for none
+    step = catch(lambda x: inner(x + 0 * loss(other(x), x).detach()))
+    step(torch.ones(1, 2))
+    with torch.no_grad():
+        critic[0].weight.fill_(1e38)
+    assert report_of(step, torch.full((1, 2), 9.0)).fault.module == "Critic.0"
+
+
 def test_gradients_are_checked_if_the_optimizer_steps_outside() -> None:
     net = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)

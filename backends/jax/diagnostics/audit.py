@@ -37,6 +37,7 @@ from polymp.backends.jax.diagnostics.instrument import (
     Event,
     Facts,
     MeasuredCall,
+    Origin,
     is_measured,
     long,
     quick_options,
@@ -507,7 +508,7 @@ def nodes_of(
         numbers, outside = _numbers_lost(event), sorted(event.came.outside)
         nodes.append(
             Node(
-                inputs=(*event.inputs, *event.later),
+                inputs=tuple(sorted(event.came.events)),
                 bad=bad,
                 run=event.dtype,
                 burst=burst,
@@ -619,21 +620,27 @@ def _operands(
     for v, came in zip(event.site.eqn.invars, event.reads, strict=True):
         if hasattr(v, "val") or not is_measured(v.aval):
             continue
-        made = None
-        while len(came.events) == 1 and not came.outside:  # by a cast of the call's own, of what?
-            made = program.events[next(iter(came.events))]
-            own = program.of_event.get(made.site.key) == call is not None
-            if not own or made.site.eqn.primitive.name != "convert_element_type":
-                break
-            (came,), made = made.reads, None
         dtype, shape, name, ends = v.aval.dtype.name, v.aval.shape, "", [0.0]
-        if made is not None and made.site.eqn.outvars[0].aval.shape == shape:
-            (at,) = came.events
-            dtype = made.dtype
-            ends = _of_what_ran(facts[at])[0].tolist() if np.ndim(facts[at].peak) == 0 else ends
-        elif len(came.outside) == 1 and not came.events:
-            (at,) = came.outside
-            if program.inputs[at].aval.shape == shape:
-                dtype = program.inputs[at].aval.dtype.name
-                name, ends = program.names[at], [float(peaks[at])]
+        came = _uncast(program, call, came)
+        match [*came.events], [*came.outside]:
+            case [at], []:
+                made = program.events[at]
+                if made.site.eqn.outvars[0].aval.shape == shape:
+                    dtype = made.dtype
+                    if np.ndim(facts[at].peak) == 0:
+                        ends = _of_what_ran(facts[at])[0].tolist()
+            case [], [at]:
+                if program.inputs[at].aval.shape == shape:
+                    dtype = program.inputs[at].aval.dtype.name
+                    name, ends = program.names[at], [float(peaks[at])]
         yield Operand.of_ends(dtype, shape, ends, name)
+
+
+def _uncast(program: MeasuredCall, call: int | None, came: Origin) -> Origin:
+    """Where a value that a call reads comes from, before casts that are part of the call."""
+    if len(came.events) == 1 and not came.outside and call is not None:
+        (event,) = (program.events[at] for at in came.events)
+        own = program.of_event.get(event.site.key) == call
+        if own and event.site.eqn.primitive.name == "convert_element_type":
+            return _uncast(program, call, event.reads[0])
+    return came

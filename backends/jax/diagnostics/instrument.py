@@ -59,14 +59,17 @@ class Event(NamedTuple):
     """Facts about a measured equation before it runs."""
 
     site: Site  # the equation, where it stands
-    inputs: tuple[int, ...]  # events whose results it reads
-    came: Origin  # of all that it reads
+    came: Origin  # of all that it reads, in all rounds of a loop
     dtype: str  # of its results; "" if they are no floats
     group: int | None  # of the call that it ends; None of any other
     # of the program that a low dtype makes 0 or 1, by the place among its operands
     numbers: tuple[tuple[int, float], ...]
-    reads: tuple[Origin, ...]  # where each of its operands comes from
-    later: tuple[int, ...] = ()  # events of the same loop whose results it reads one round later
+    reads: tuple[Origin, ...]  # where each of its operands comes from, in the first round
+
+    @property
+    def inputs(self) -> tuple[int, ...]:
+        """Events whose results it reads, in the first round of a loop."""
+        return tuple(sorted({at for origin in self.reads for at in origin.events}))
 
     @property
     def direction(self) -> str:
@@ -159,7 +162,7 @@ class MeasuredCall(Placed[Origin]):
             if (at := todo.pop()) not in used:
                 used.add(at)
                 event = events[at]
-                todo += (*event.inputs, *event.later) if event.direction != BACKWARD else ()
+                todo += event.came.events if event.direction != BACKWARD else ()
         return {at for at, event in enumerate(events) if event.direction == FORWARD} - used
 
     @cached_property
@@ -245,12 +248,9 @@ class MeasuredCall(Placed[Origin]):
                 self.numbers[key] = len(events)
                 dtype = made[0].dtype.name if made else ""
                 numbers = self._constants(site)
-                inputs, reads = tuple(sorted(through.events)), tuple(values)
-                events.append(Event(site, inputs, through, dtype, group, numbers, reads))
+                events.append(Event(site, through, dtype, group, numbers, tuple(values)))
         elif (number := self.numbers[key]) is not None:  # a loop's equation is met again
-            event = events[number]
-            later = tuple(sorted(through.events.difference(event.inputs)))
-            events[number] = event._replace(later=later, came=through)
+            events[number] = events[number]._replace(came=through)
         if (number := self.numbers[key]) is not None and (self.once or key not in self.unlisted):
             through = Origin(frozenset([number]))
         return [through] * len(eqn.outvars)

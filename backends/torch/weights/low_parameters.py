@@ -174,9 +174,14 @@ def why_kept(p: Param) -> str:
     """Return why a parameter cannot be stored low; "" if it can."""
     if distributed.in_fsdp1(p):
         return "is a part of FSDP1's flat parameter"
-    if hasattr(type(distributed.local(p)), "__tensor_flatten__"):
+    part = distributed.local(p)
+    if hasattr(type(part), "__tensor_flatten__"):
         return f"is a {type(p).__name__}, whose numbers are in other tensors"
-    return freeze_usage.why_kept(p, torch.float32, torch.bfloat16)
+    if why := freeze_usage.why_kept(p, torch.float32, torch.bfloat16):
+        return why
+    # Of others `empty_like` keeps the strides; see `flat`.
+    dense = torch.empty_like(part, device="meta").stride() == part.stride()
+    return "" if dense else "has strides with gaps or overlaps"
 
 
 def _set_low(params: list[Param]) -> None:

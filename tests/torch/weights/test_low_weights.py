@@ -132,6 +132,16 @@ def test_other_dtypes_and_classes_are_kept() -> None:
     assert low_weights(torch.optim.SGD([low, *kept], lr=0.1)).kept == kept
 
 
+def test_parameters_that_do_not_fill_their_memory_are_kept() -> None:
+    gaps, repeated = (nn.Parameter(t) for t in (torch.rand(4, 6)[:, :3], torch.ones(1).expand(4)))
+    dense = nn.Parameter(torch.rand(4, 6)[1:3].t())
+    before = dense.detach().bfloat16()
+    optimizer = low_weights(torch.optim.SGD([gaps, repeated, dense], lr=0.1))
+    assert set(optimizer.kept.values()) == {"has strides with gaps or overlaps"}
+    assert optimizer.low == [dense]
+    assert torch.equal(dense, before)
+
+
 def test_parameters_in_bfloat16_already_get_what_they_need() -> None:
     """A model that was loaded in bfloat16: nothing is beside its weights yet."""
     p = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))

@@ -279,9 +279,6 @@ class _Step(Subscriber):
 
     def before(self, ran: Ran) -> None:
         with Own():
-            if ran.casts:
-                self._probes.before(ran)
-                return
             last, writes = self._last, ran.facts.writes
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
@@ -343,11 +340,6 @@ class _Step(Subscriber):
             self._makers[key] = makers
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
-        if ran.casts:
-            self._made(made[0], self._made_of(ran.reads[0], ran.op_call, 0))
-            self._copied(ran.reads[0], made[0])
-            self._probes.after(ran, result)
-            return
         op_call, into = ran.op_call, ran.into
         if op_call.place.compiled:  # kernels beside it, which no one sees, write the same tensors
             self._forget(tensors(result, into))

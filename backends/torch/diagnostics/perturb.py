@@ -40,7 +40,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     tensors,
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
-from polymp.backends.torch.diagnostics.values import real
+from polymp.backends.torch.diagnostics.values import is_part, real
 from polymp.backends.torch.snapshot import Snapshot, own_modules, training_objects
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, movement
@@ -202,6 +202,7 @@ def has_values(t: torch.Tensor) -> bool:
     """Return whether a tensor's numbers are in memory of its own, where its strides say."""
     return (
         t.layout is torch.strided
+        and not t.is_nested
         and not t.is_meta
         and not t.is_quantized
         and modes.is_plain(t)
@@ -211,7 +212,7 @@ def has_values(t: torch.Tensor) -> bool:
 
 def _covers(t: torch.Tensor) -> bool:
     """Return whether a tensor has the whole of its memory, in order."""
-    return t.is_contiguous() and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+    return modes.is_dense(t) and t.is_contiguous() and not is_part(t)
 
 
 class _Memory(NamedTuple):

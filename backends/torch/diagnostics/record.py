@@ -43,6 +43,7 @@ from polymp.backends.torch.diagnostics.perturb import (
     terms_of,
     wide,
 )
+from polymp.backends.torch.diagnostics.values import is_part
 from polymp.diagnostics import run_record
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.run_record import (
@@ -408,8 +409,8 @@ class _Step(Subscriber):
             self._terms[modes.storage_key(t)] = terms
 
     def _joined(self, t: torch.Tensor, makers: _Makers) -> _Makers:
-        """Return the makers of memory of which a part was written."""
-        if t.numel() * t.element_size() == t.untyped_storage().nbytes():
+        """Return the makers of a tensor's memory, of which it may be a part, once it is written."""
+        if not (has_values(t) and is_part(t)):
             return makers
         return tuple(dict.fromkeys((*self._makers.get(modes.storage_key(t), ()), *makers)))
 

@@ -72,7 +72,7 @@ def measurable(t: Any) -> bool:
 
 
 def is_part(t: torch.Tensor) -> bool:
-    """Return whether a tensor that is measurable is a part of its memory."""
+    """Return whether a strided tensor is a part of its memory."""
     return t.numel() * t.itemsize < t.untyped_storage().nbytes()
 
 

@@ -644,6 +644,19 @@ def test_what_cannot_be_in_probes_is_counted() -> None:
     assert (known["sin"], known["cos"]) == (True, False)
 
 
+@pytest.mark.filterwarnings("ignore:.* beta state", "ignore:.* prototype stage")
+@pytest.mark.parametrize("probes", [0, 2])
+def test_sparse_and_nested_tensors_are_left_out(probes: int) -> None:
+    dense = torch.eye(3)
+    with record(None, probes=probes) as recorder:
+        for made in (dense.to_sparse(), dense.to_sparse_csr()):
+            torch.zeros_like(made)
+            made.copy_(made * 2)
+        nested = torch.nested.as_nested_tensor([dense, dense[:2]])
+        nested.copy_(nn.Linear(3, 3)(nested).to(torch.bfloat16))
+    assert recorder.record.steps[0].left_out["results that are sparse or wrapped"] > 0
+
+
 def test_what_is_made_of_a_choice_of_another_length_is_not_judged() -> None:
     def run(low: bool) -> RunRecord:
         torch.manual_seed(0)

@@ -53,7 +53,6 @@ class LowWeights:
     mode: Mode
     seed: int  # of the random bits
     kept: dict[Param, str]  # the parameters that stay as they are, and why
-    kind: Any  # the optimizer's own class
     places: dict[Param, int] = field(default_factory=dict)  # of the low ones, among all
     stepped: set[Param] = field(default_factory=set)  # those that have taken a step, low or kept
     # What will be in the state of parameters that have taken none.
@@ -87,8 +86,6 @@ class LowWeights:
     def begin(self, state: State, p: Param, full: torch.Tensor) -> None:
         """Write float32 values to a parameter, and make what stands beside it."""
         own = state[p] if p in state and p not in self.waiting else self.waiting.setdefault(p, {})
-        part = distributed.local(p).detach()
-        full = torch.empty_like(part, dtype=torch.float32).copy_(full.detach())
         beside = None
         if self.mode.beside:
             beside = torch.empty_like(full, dtype=DTYPES[self.mode.beside])

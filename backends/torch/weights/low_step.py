@@ -72,7 +72,7 @@ def take_step(optimizer: Any, closure: Closure | None, compiled: bool = False) -
     """Take one step of an optimizer on low weights, compiled if wanted and possible."""
     low: LowWeights = optimizer._low
     loss = None
-    together = not is_piecewise(low.kind)
+    together = not is_piecewise(optimizer._kind)
     if closure is not None and not together:
         with torch.enable_grad():
             loss = closure()
@@ -98,7 +98,7 @@ def _step_on(
 ) -> Any:
     """Take the step on some low parameters, and on others that step with them."""
     low, state = optimizer._low, optimizer.state
-    run = optimizers.step_without_hooks(low.kind)
+    run = optimizers.step_without_hooks(optimizer._kind)
     read = [piece for row in rows for piece in low.read(state, row)]
     lent: dict[Param, torch.Tensor] = {
         p: torch.nn.Parameter(full, requires_grad=p.requires_grad)
@@ -198,7 +198,7 @@ def _can_compile(optimizer: Any) -> bool:
     # are not of torch.optim.
     every = optimizers.parameters(optimizer)
     return (
-        is_piecewise(optimizer._low.kind)
+        is_piecewise(optimizer._kind)
         and not any(group.get("fused") for group in optimizer.param_groups)
         and all(distributed.local(p) is p for p in every)
         and optimizer._low.stepped.issuperset(p for p in every if p.grad is not None)
@@ -241,15 +241,16 @@ def _run(optimizer: Any) -> None:
             place = str(low.places[p]) if p in low.places else None
             groups[-1][1].append(InGraph(p.detach(), p.grad, own[p], beside, was, steps, place))
     if low.compiled is None:
-        low.compiled = torch.compile(_step_of(low), options=inductor.OPTIONS)
+        step = _step_of(low, _twin_class(optimizer._kind))
+        low.compiled = torch.compile(step, options=inductor.OPTIONS)
     low.compiled(groups)
     for p, entries in own.items():
         state[p].update(entries)
 
 
-def _step_of(own: LowWeights) -> Callable[..., None]:
+def _step_of(own: LowWeights, twin_class: Any) -> Callable[..., None]:
     """Return the function to compile."""
-    mode, seed, twin_class = own.mode, own.seed, _twin_class(own.kind)
+    mode, seed = own.mode, own.seed
 
     def graph_step(groups: list[tuple[dict[str, Any], list[InGraph]]]) -> None:
         twin = twin_class.__new__(twin_class)

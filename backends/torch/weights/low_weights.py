@@ -97,7 +97,7 @@ def low_weights(
             "scheduler does. Call low_weights() first, and make the scheduler with what it returns."
         )
     chosen = weights.mode(mode)
-    kept_low = LowWeights(chosen, seed, _kept(optimizer, keep), kind)
+    kept_low = LowWeights(chosen, seed, _kept(optimizer, keep))
     every = optimizers.parameters(optimizer)
     reasons = [kept_low.kept.get(p) or low_parameters.why_kept(p) for p in every]
     if all(reasons):

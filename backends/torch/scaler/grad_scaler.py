@@ -597,11 +597,8 @@ class GradScaler(DeviceState):
     def _largest(self, entry: Entry) -> torch.Tensor:
         """Return the largest finding of all devices: 0, or above 0."""
         device = self._tensors()[0].device
-        findings = list(entry["found_inf_per_device"].values())
-        most: torch.Tensor = findings[0]
-        if len(findings) > 1 or most.device != device:
-            moved = (unscale.moved(t, device) for t in findings)
-            most = cast(torch.Tensor, unscale.largest(moved))
+        moved = (unscale.moved(t, device) for t in entry["found_inf_per_device"].values())
+        most = cast(torch.Tensor, unscale.largest(moved))
         # The findings of torch's sharded scaler have the shape [1].
         return most if most.dim() == 0 else most.reshape(())
 

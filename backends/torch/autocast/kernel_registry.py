@@ -125,8 +125,9 @@ def put_everywhere(stack: ExitStack) -> None:
         now.records.add(record)
         fakes = modes.innermost_mode() is not None
         known = {device for _, device, *_ in list(regions.prepared.values())}
+        known |= {"cpu", accelerators.accelerator()}
         for device in torch_table.DEVICES:
-            if fakes or device in known or accelerators.is_here(device):
+            if fakes or device in known:
                 _cover(device)
 
 

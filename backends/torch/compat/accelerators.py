@@ -14,13 +14,6 @@ def accelerator() -> str:
     return found.type if found else "cpu"
 
 
-def is_here(device: str) -> bool:
-    """Return whether real tensors can be on the device type."""
-    return device == "cpu" or (
-        torch._C._get_accelerator().type == device and torch.accelerator.is_available()
-    )
-
-
 def private_dtypes(device: str) -> list[torch.dtype] | None:
     """Return the low dtypes of a device that an extension registered as PrivateUse1; else None.
 

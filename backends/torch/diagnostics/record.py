@@ -475,9 +475,8 @@ class _Step(Subscriber):
     # Optimizers
 
     def backward_began(self) -> None:
-        for name, p in () if self._within else self._parameters.items():
-            if p.is_floating_point() and not is_lazy(p) and has_values(own := self._own_part(name)):
-                self._within.setdefault(modes.storage_key(own), []).append(name)
+        for name in () if self._within else filter(self._is_here, self._parameters):
+            self._within.setdefault(modes.storage_key(self._own_part(name)), []).append(name)
 
     def begin(self) -> None:
         with Own(), torch.no_grad():
@@ -545,11 +544,16 @@ class _Step(Subscriber):
         """Return this process's part of a parameter."""
         return distributed.local(self._parameters[name].detach())
 
+    def _is_here(self, name: str) -> bool:
+        """Return whether a parameter has floats here; a lazy one has none before its first call."""
+        p = self._parameters[name]
+        return p.is_floating_point() and not is_lazy(p) and has_values(self._own_part(name))
+
     def _own(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the model's parameters that an optimizer changes."""
         ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
         own = (name for name, p in self._parameters.items() if id(p) in ours)
-        return [name for name in own if has_values(self._own_part(name))]
+        return [*filter(self._is_here, own)]
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         self._sum_up()

@@ -657,6 +657,17 @@ def test_sparse_and_nested_tensors_are_left_out(probes: int) -> None:
     assert recorder.record.steps[0].left_out["results that are sparse or wrapped"] > 0
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_an_optimizer_may_have_a_parameter_that_no_call_has_made() -> None:
+    model = nn.ModuleList([nn.Linear(3, 3), nn.LazyLinear(3)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with record(None, model, probes=2) as recorder:
+        model[0](torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+    arrays = recorder.record.steps[0].arrays
+    assert {a.name for a in arrays if a.kind == UPDATE} == {"0.weight", "0.bias"}
+
+
 def test_what_is_made_of_a_choice_of_another_length_is_not_judged() -> None:
     def run(low: bool) -> RunRecord:
         torch.manual_seed(0)

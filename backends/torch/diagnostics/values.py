@@ -37,6 +37,7 @@ from polymp.backends.torch.diagnostics.op_call import (
     tensors,
 )
 from polymp.backends.torch.diagnostics.op_stream import Subscriber
+from polymp.backends.torch.scaler import unscale
 from polymp.backends.torch.snapshot import Snapshot
 from polymp.backends.torch.weights.low_weights import LowOptimizer
 from polymp.diagnostics.audit_records import Fault, Operand
@@ -537,12 +538,12 @@ class Values(Subscriber):
             place, *_ = self.stream.where(sys._getframe(1))
             at = place, len(self.events), self.ranges, self._provenance
             self.updates.append(Update(optimizer, *at))
-            for grad in (p.grad for p in with_gradients(optimizer) if p.grad is not None):
+            for grad in unscale.gradients(optimizer):
                 self._provenance.handed(grad)
 
     def stepped(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         if not closure and self.updates:
-            self.updates[-1].stepped(optimizer)
+            self.updates[-1].stepped()
             self.stream.go_on()
         self._provenance.updated()  # the values of parameters have changed
 
@@ -695,27 +696,26 @@ class Update:
     ) -> None:
         self.at = at  # how many events there were before
         self._place, self._ranges, self._provenance = place, ranges, provenance
-        self._kind = type(optimizer)
-        self._own = with_gradients(optimizer)
+        self._optimizer, self._own = optimizer, with_gradients(optimizer)
         self._dtypes: dict[str, torch.dtype] = {}
         self._read: Ranges = {}  # of what it was given, and
         self._wrote: Ranges = {}  # of what it wrote, where that was not seen to be finite
-        if not self._finite(optimizer):
-            self._read = self._measured(self._state(optimizer) | self._grads())
+        if not self._finite():
+            self._read = self._measured(self._state() | self._grads())
         self._lost = lost_eps(optimizer)
-        self._tried = self._try(optimizer) if self._lost else None
+        self._tried = self._try() if self._lost else None
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self) -> None:
         """Measure what the step has written."""
-        if not self._finite(optimizer):
-            self._wrote = self._measured(self._state(optimizer))
+        if not self._finite():
+            self._wrote = self._measured(self._state())
             self._read = self._read or self._measured(self._grads())
 
-    def _finite(self, optimizer: torch.optim.Optimizer) -> bool:
+    def _finite(self) -> bool:
         """Return whether all is finite, at a glance; False where the host would wait for that."""
         own: list[Any] = []
         for p in self._own:
-            own += (p, p.grad, *moments(optimizer, "", p).values())
+            own += (p, p.grad, *moments(self._optimizer, "", p).values())
         if not all(measurable(t) and t.is_cpu and t.itemsize > 1 for t in own):
             return False
         # A norm may overflow where no number does, which a closer look tells.
@@ -728,25 +728,26 @@ class Update:
     def _grads(self) -> dict[str, torch.Tensor]:
         return {f"{name}.grad": p.grad for name, p in self._params.items() if p.grad is not None}
 
-    def _try(self, optimizer: torch.optim.Optimizer) -> Ranges | None:
+    def _try(self) -> Ranges | None:
         """Take the step with a larger eps, and undo it; None if it cannot be taken."""
+        optimizer = self._optimizer
         before = Snapshot(self._own, grads=self._own, optimizers=[optimizer], random_numbers=True)
         try:
             for group in optimizer.param_groups:
                 if lost := {p.dtype for p in group["params"]} & self._lost.keys():
                     group["eps"] = max(larger_eps(dtype_names.NAMES[dtype]) for dtype in lost)
             optimizers.step_without_hooks(type(optimizer))(optimizer)
-            return self._measured(self._state(optimizer))
+            return self._measured(self._state())
         except Exception:  # of a user's optimizer, which the step itself will raise
             return None
         finally:
             before.put_back()
 
-    def _state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    def _state(self) -> dict[str, torch.Tensor]:
         """Return the parameters and their moments, by name."""
         found = dict(self._params)
         for name, p in self._params.items():
-            found |= moments(optimizer, name, p)
+            found |= moments(self._optimizer, name, p)
         return found
 
     def _measured(self, named: Mapping[str, torch.Tensor]) -> Ranges:
@@ -785,11 +786,11 @@ class Update:
             kind_of, ends = self._dtypes[grad], self._ranges.read([self._read[grad]])
             shape = distributed.local(self._params[of]).shape
             inputs = (Operand.of_ends(dtype_names.NAMES[kind_of], shape, ends, grad),)
-        remedy = ""
+        remedy, its = "", type(self._optimizer)
         if kind != "input":
             remedy = of_optimizer("torch", kind, run, lost, self._tried is not None)
         return Fault(
-            f"{self._kind.__name__}.step", f"{self._kind.__module__}.{self._kind.__name__}.step",
+            f"{its.__name__}.step", f"{its.__module__}.{its.__name__}.step",
             self._place.module, self._place.source, UPDATE, kind, run, None, inputs,
             _bad(self._ranges.read([ranges[name]])), why, remedy=remedy,
         )  # fmt: skip
@@ -797,8 +798,7 @@ class Update:
 
 def with_gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the parameters of an optimizer that have a gradient."""
-    groups = optimizer.param_groups
-    return [p for group in groups for p in group["params"] if p.grad is not None]
+    return [p for p in optimizers.parameters(optimizer) if p.grad is not None]
 
 
 def moments(

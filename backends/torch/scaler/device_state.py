@@ -38,9 +38,9 @@ class DeviceState:
     _bars: torch.Tensor | None  # of `new_bars`
     _loss: torch.Tensor | None  # float32 [], one of the bars: not 0 if a loss was not finite
     _captured: torch.Tensor | None  # the scale that a CUDA graph updates, without a new version
-    # The state as Python numbers, None if only the device knows it, and the tensors that hold it
-    # with their versions.
-    _known: tuple[ScaleState | None, tuple[tuple[torch.Tensor, int], ...]] | None
+    _known: ScaleState | None  # the state as Python numbers; None if only the device knows it
+    # The tensors that hold it, with their versions; () where the host cannot tell who wrote last.
+    _noted: tuple[tuple[torch.Tensor, int], ...]
     _regular: bool  # see `regular`
     _arriving: "AsyncRead"
 
@@ -48,6 +48,7 @@ class DeviceState:
         """Have no tensors yet."""
         self._scale = self._growth_tracker = self._counts = None
         self._bars = self._loss = self._captured = self._known = None
+        self._noted = ()
         self._regular = regular(self._rule, self._first())
         self._arriving = AsyncRead()
 
@@ -105,11 +106,11 @@ class DeviceState:
         """Note that the tensors hold this state now, or one that only the device knows."""
         if state is not None:
             self._regular = regular(self._rule, state)
-        self._known = None
+        self._known, self._noted = None, ()
         if self._capturing():  # every replay writes to them
             self._captured = self._scale
         elif not torch.compiler.is_compiling():
-            self._known = state, tuple((t, t._version) for t in self._tensors())
+            self._known, self._noted = state, tuple((t, t._version) for t in self._tensors())
 
     def _capturing(self) -> bool:
         """Return whether a CUDA graph is captured, other than by a compiler."""
@@ -119,15 +120,15 @@ class DeviceState:
 
     def _recall(self) -> ScaleState | None:
         """Return the state if the host knows it."""
-        return self._known[0] if self._are_as_noted() and self._known is not None else None
+        return self._known if self._are_as_noted() else None
 
     def _are_as_noted(self) -> bool:
         """Return False if something but an update may have written to the tensors."""
         if torch.compiler.is_compiling() or self._capturing():
             return False  # this code may run again without Python, and no number may decide
-        if self._known is None or self._scale is None or self._captured is self._scale:
+        if not self._noted or self._scale is None or self._captured is self._scale:
             return False
-        pairs = zip(self._known[1], self._tensors(), strict=True)
+        pairs = zip(self._noted, self._tensors(), strict=True)
         return all(was is now and was._version == version for (was, version), now in pairs)
 
     def _read(self) -> ScaleState:
@@ -149,11 +150,10 @@ class DeviceState:
         """
         if self._rule.min_scale >= 1:
             return False
-        if not self._are_as_noted() or self._known is None:
+        if not self._are_as_noted():
             return True
-        state = self._known[0]
-        if state is not None:
-            return bool(state.scale < 1)
+        if self._known is not None:
+            return bool(self._known.scale < 1)
         return self._arriving.at_least(self._rule.backoff) < 1
 
     # The next state.
@@ -199,7 +199,7 @@ class DeviceState:
         self, found: torch.Tensor, losses: Sequence[torch.Tensor], *, given: bool
     ) -> None:
         """Apply the rule on the device, where only the device knows what was found."""
-        if not torch.compiler.is_compiling() and self._known is None:
+        if not torch.compiler.is_compiling() and not self._noted:
             # Compiled code has updated the state since it was copied.
             self._arriving.age = self._arriving.sent = math.inf
         scale, tracker, counts = self._tensors()

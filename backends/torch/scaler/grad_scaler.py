@@ -643,8 +643,8 @@ class GradScaler(DeviceState):
 # The attributes that `_begin` makes. A copy makes its own: it has no tensors, so that it can be
 # loaded where the device is missing.
 _NOT_KEPT = (
-    *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_regular"),
-    *("_arriving", "_per_optimizer_states", "_before", "_scaled_in"),
+    *("_scale", "_growth_tracker", "_counts", "_bars", "_loss", "_captured", "_known", "_noted"),
+    *("_regular", "_arriving", "_per_optimizer_states", "_before", "_scaled_in"),
 )
 
 

@@ -66,6 +66,7 @@ def measurable(t: Any) -> bool:
         isinstance(t, torch.Tensor)
         and t.dtype in _MEASURED
         and t.layout is torch.strided
+        and not t.is_nested
         and t.numel() > 0
         and not t.is_meta
         and modes.is_plain(t)
@@ -301,6 +302,8 @@ class Provenance:
         if made is not None or not key or key in self._constants:
             return made[-1] if made else None
         views = self._outside.setdefault(key, {})
+        if t.is_nested:
+            return None
         view = t.storage_offset(), *sorted(zip(t.shape, t.stride(), strict=True))  # or transposed
         if view not in views:
             if not measurable(t):
@@ -525,7 +528,7 @@ class Values(Subscriber):
 
     def _seen(self, reads: Sequence[torch.Tensor]) -> Reads:
         """Return `Event.reads` of tensors."""
-        seen = tuple([(t.dtype, t.shape) for t in reads])
+        seen = tuple([(t.dtype, _NO_SHAPE if t.is_nested else t.shape) for t in reads])
         return self._reads.setdefault(seen, seen)
 
     # Updates
@@ -663,6 +666,7 @@ def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
 
 
 _LOW = (torch.float16, torch.bfloat16)
+_NO_SHAPE = torch.Size()  # of a nested tensor, which has one for each of its parts
 
 
 def _floats(args: modes.Args, kwargs: Mapping[str, Any]) -> list[float]:

@@ -592,3 +592,20 @@ def test_a_cast_that_overflows_in_a_decoding_is_no_input(mode: Any) -> None:
     fault = locate(step, torch.ones(1, 8))
     assert (fault.op, fault.kind) == ("linear", "overflow")
     assert "the rule fp32, with which this step was tried and is finite" in fault.remedy
+
+
+@pytest.mark.filterwarnings("ignore:.* prototype stage")
+def test_nested_tensors_are_not_measured() -> None:
+    net = nn.Linear(3, 3)
+
+    def step(factor: float) -> torch.Tensor:
+        nested = torch.nested.as_nested_tensor([torch.ones(2, 3), torch.ones(1, 3)])
+        padded = torch.nested.to_padded_tensor(net(nested), 0.0)
+        return ((padded.square() + 2) * factor).sum()
+
+    for factor in (1.0, 3e38):
+        fault = locate(step, factor)
+        with polymp.torch.audit() as audit:
+            step(factor).backward()
+        assert (fault and fault.op) == (audit.fault and audit.fault.op)
+        assert (fault and fault.op) == (None if factor == 1.0 else "mul")

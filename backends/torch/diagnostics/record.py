@@ -255,16 +255,14 @@ class _Step(Subscriber):
             self._parameters = {n: p for n, p in named.items() if not p.is_complex()}
             if left := len(named) - len(self._parameters):
                 self._left_out["complex parameters"] += left
-            for name, t in (
-                *self._parameters.items(),
-                *((dynamo.plain_name(n), b) for n, b in model.named_buffers()),
-            ):
+            buffers = {dynamo.plain_name(n): b for n, b in model.named_buffers()}
+            for name, t in (self._parameters | buffers).items():
                 if is_lazy(t):  # it has no memory yet
                     continue
                 own = distributed.local(t.detach())
                 self._named.setdefault(modes.storage_key(own), (name, own))
-                buffer = name not in self._parameters and t.is_floating_point()
-                if buffer and has_values(own) and t.numel() <= _LARGEST:
+                changes = name in buffers and t.is_floating_point()
+                if changes and has_values(own) and t.numel() <= _LARGEST:
                     self._statistics[name] = own
         # Of these, and of parameters that are updated: their numbers before, and in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}

@@ -633,6 +633,13 @@ def _notes(
             f"not compared: {text_table.plural(len(inputs), 'input')} without a counterpart of the "
             f"same values in the other run ({some}){also}"
         )
+    ends = {a.name for a in passed if a.kind == GRADIENT}
+    if ends := ends.difference(inputs):
+        some = ", ".join(sorted(ends)[:3]) + (", ..." if len(ends) > 3 else "")
+        yield (
+            f"not compared: {text_table.plural(len(ends), 'gradient')} of arrays of which the "
+            f"other run has none ({some})"
+        )
     one, other = (step.settings for step in steps)
     if one and other and one.keys() != other.keys():
         here, there = ", ".join(one), ", ".join(other)

@@ -474,8 +474,9 @@ class Pairs:
         if self.by_values:
             # Where ops are split otherwise, what only the other run has says nothing but at an end.
             calls = [j for j in lone if other[j].kind == RESULT]
+            ends = [j for j in calls if other[j].name != COMPILED and not self.other.readers[j]]
+            ends += [j for j in lone if other[j].kind == GRADIENT and theirs[j] == ALONE]
             lone = [j for j in calls if other[j].name == COMPILED]
-            ends = [j for j in calls if j not in lone and not self.other.readers[j]]
         alone = [Compared(None, *found) for found in zip(other, theirs, strict=True)]
         for i, array in enumerate(self.one.arrays):
             j = self.partner.get(i)
@@ -487,7 +488,9 @@ class Pairs:
     def _alone(self) -> tuple[list[str], list[str]]:
         """Of both runs, the verdict of each array if only this run has it."""
         shared = self.shared if self.ported else set()
-        left = self._not_comparable() if self.by_values else set()
+        turned = {j: i for i, j in self.partner.items()}
+        left = self._not_comparable(self.one, self.other, self.partner)
+        left_there = self._not_comparable(self.other, self.one, turned)
         folded = self._folded()
         kept, evidence = {*self.partner, *left} - folded, self._evidence()
         known = functools.reduce(operator.or_, evidence.values(), 0)
@@ -501,10 +504,10 @@ class Pairs:
             self.partners.discard(self.partner.pop(i))
         every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
         every |= dict.fromkeys((*_losses(self.other, self.one), *self.ends.values()), -1)
-        kept = self.found | self.partners
+        kept = self.found | self.partners | left_there
         nothing = _telling_nothing(self.other, kept, self.one.sizes_of_ends({*self.partner}))
         passed_there = _vouched_for(self.other, kept | nothing, every, shared)
-        passed_there |= self.found | nothing
+        passed_there |= self.found | nothing | left_there
         # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
         first = ((s, i) for s in (self.one, self.other) for i in s.unjudged)
         failed = {s.call(i) for s, i in first if s.unjudged.isdisjoint(s.arrays[i].reads)}
@@ -528,21 +531,36 @@ class Pairs:
         inputs = (i for i, a in off.items() if a.kind == INPUT and self.one.readers[i])
         return masks | {i for i in inputs if calls.isdisjoint(self.one.readers[i])}
 
-    def _not_comparable(self) -> set[int]:
-        """Updates and gradients of inputs that only the first run has, and what these alone read.
+    def _not_comparable(self, mine: Side, theirs: Side, pairs: Mapping[int, int]) -> set[int]:
+        """Updates and gradients that one run alone can have, and what these alone read.
 
-        Such inputs are the state of an optimizer, or weights that one framework packs into one.
-        Between frameworks they are not compared.
+        The other run has not their inputs, as weights that it packs into one; nor, in a port, any
+        gradient of them. Nothing tells inputs of equal numbers apart, as zeros: if one run has more
+        of them, some are new. Between other programs the state of an optimizer counts, too.
         """
-        arrays, other = self.one.arrays, self.other.arrays
-        news = {a.name for i, a in enumerate(arrays) if a.kind == INPUT and i not in self.twins}
-        lost = {_group(a) for j, a in enumerate(other) if j not in self.found}
+        inputs = [mine.arrays[i] for i in mine.input_bits]
+        alike: dict[tuple[Any, ...], set[str]] = {(a.size, a.values): set() for a in inputs}
+        counts = Counter((a.size, a.values) for a in inputs)
+        for a in (theirs.arrays[j] for j in theirs.input_bits):
+            alike.setdefault((a.size, a.values), set()).add(a.name)
+        same: dict[str, set[str]] = {}  # by name of an input, those of the other run
+        for i, a in zip(mine.input_bits, inputs, strict=True):
+            numbers = a.size, a.values
+            paired = {theirs.arrays[pairs[i]].name} if i in pairs else set[str]()
+            more = counts[numbers] > max(len(alike[numbers]), 1)
+            same[a.name] = set() if more else alike[numbers] | paired
+        graded = {a.name for a in theirs.arrays if a.kind == GRADIENT}
+        there = self.found | self.partners if theirs is self.other else pairs.values()
+        lost = {_group(a) for j, a in enumerate(theirs.arrays) if j not in there}
         left: set[int] = set()
-        for i in reversed(range(len(arrays))):
-            a, readers = arrays[i], self.one.readers[i]
-            state = a.kind == UPDATE and _group(a) not in lost
-            end = state or (a.kind in (GRADIENT, UPDATE) and a.name in news)
-            if i not in self.twins and (end or (readers and left.issuperset(readers))):
+        for i in reversed(range(len(mine.arrays))):
+            a, readers = mine.arrays[i], mine.readers[i]
+            known = same.get(a.name, set() if self.ported else {a.name})
+            if self.ported and graded and a.kind == GRADIENT:
+                known = known & graded
+            state = a.kind == UPDATE and self.by_values and _group(a) not in lost
+            end = state or (a.kind in (GRADIENT, UPDATE) and not known)
+            if i not in pairs and (end or (readers and left.issuperset(readers))):
                 left.add(i)
         return left
 

@@ -6,6 +6,7 @@ The port has its framework's layouts, of which `compare` is not told. Either rec
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -256,6 +257,61 @@ def test_what_a_port_returns_is_compared_and_what_jax_grad_leaves_out_is_not(fac
     port = lambda p, x, y, n: (jax.grad(loss)(p, x, y), n + 1)  # noqa: E731
     for found in ported(net, step, port, x, y[:, :4], torch.zeros(())):
         assert found.explained == (factor == 1), str(found)
+
+    def average(p: Any, x: Any, y: Any) -> Any:
+        own = jax.grad(lambda p: ((x @ p["weight"].T + p["bias"] - y) ** 2).mean())(p)
+        return {name: gradient * factor for name, gradient in own.items()}
+
+    net.zero_grad()
+    for found in ported(net, lambda x, y: step(x, y, 0), average, x, y[:, :4]):
+        assert found.explained == (factor == 1), str(found)
+
+
+@pytest.mark.parametrize("fill", ["zeros_", "normal_"])
+def test_weights_that_one_run_packs_into_one_raise_no_alarm(fill: str) -> None:
+    """Nothing tells biases of zeros apart, which other layers have, too."""
+    need("jax")
+    import jax
+    import torch
+    from torch import nn
+
+    import polymp.jax
+    import polymp.torch
+
+    torch.manual_seed(0)
+    packed = nn.ModuleDict({"qv": nn.Linear(8, 16), "o": nn.Linear(8, 16)})
+    for layer in packed.values():
+        getattr(nn.init, fill)(layer.bias)
+    split = nn.ModuleDict({"q": nn.Linear(8, 8), "v": nn.Linear(8, 8), "o": packed["o"]})
+    for name, rows in (("q", slice(8)), ("v", slice(8, None))):
+        split[name].load_state_dict({k: t[rows] for k, t in packed["qv"].state_dict().items()})
+    x = torch.randn(5, 8)
+
+    def end(x: Any) -> Any:
+        for _ in range(5):  # most calls are the same
+            x = x - x.mean(-1, keepdims=True) ** 2
+        return (x**2).mean()
+
+    def loss(p: Any, x: Any) -> Any:
+        y = x @ p["qv.weight"].T + p["qv.bias"]
+        return end((y[:, :8] * y[:, 8:]) @ p["o.weight"].T + p["o.bias"])
+
+    recorded = polymp.jax.record(None, jax.grad(loss))
+    recorded({k: t.numpy() for k, t in packed.state_dict().items()}, x.numpy())
+    records = [recorded.record]
+    for model in (packed, split):
+        packed.zero_grad()
+        with (recorder := polymp.torch.record(None, model)):
+            q, v = (
+                packed["qv"](x).chunk(2, -1) if model is packed else (split["q"](x), split["v"](x))
+            )
+            end(model["o"](q * v)).backward()
+        records.append(recorder.record)
+    for one, other in itertools.combinations(records, 2):
+        here, there = both_ways(one, other)
+        assert here.explained, str(here)
+        assert there.explained, str(there)
+    assert any("q.bias" in note for note in polymp.compare(records[2], records[0]).notes)
 
 
 def test_what_a_loss_is_multiplied_by_raises_no_alarm() -> None:

@@ -264,7 +264,10 @@ class _Step(Subscriber):
                 changes = name in buffers and t.is_floating_point()
                 if changes and has_values(own) and t.numel() <= _LARGEST:
                     self._statistics[name] = own
-        # Of these, and of parameters that are updated: their numbers before, and in probes.
+        # Parameters by the memory of the gradients that they have before the step.
+        keys = ((self._gradient_key(name), name) for name in self._parameters)
+        self._graded = {key: name for key, name in keys if key}
+        # Of buffers, and of parameters that are updated: their numbers before, and in probes.
         self._old: dict[str, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._updated: dict[int, dict[str, None]] = {}  # that were, and not read since, by memory
         self._within: dict[int, list[str]] = {}  # all, by memory, after a backward pass has begun
@@ -313,6 +316,9 @@ class _Step(Subscriber):
             return updates
         if (named := self._named.get(key)) is not None:  # it may be read as a view
             array = self._summed(INPUT, *named)
+        elif (of := self._graded.get(key)) is not None and self._gradient_key(of) == key:
+            where = of.rpartition(".")[0], "", op_call.direction
+            array = self._summed(INPUT, f"{of}.grad", t, *where)
         else:
             place, direction = op_call.place, op_call.direction
             name = f"operand {at + 1} of {op_call.op}"
@@ -320,6 +326,12 @@ class _Step(Subscriber):
         self._arrays[array] = array
         self._made(t, (array,))
         return (array,)
+
+    def _gradient_key(self, name: str) -> int:
+        """Return the memory of a parameter's gradient; 0 without one."""
+        grad = self._parameters[name].grad
+        own = None if grad is None else distributed.local(grad)
+        return modes.storage_key(own) if own is not None and has_values(own) else 0
 
     def _records(self, op_call: OpCall) -> bool:
         """Return whether a call is to be in the record, if it computes floats."""

@@ -1334,3 +1334,16 @@ def test_what_random_numbers_fill_is_no_input() -> None:
     inputs = [a.name for a in runs[0].steps[0].arrays if a.kind == INPUT]
     assert "exponential_" not in str(inputs)
     assert polymp.compare(*runs).explained
+
+
+def test_gradients_that_a_step_adds_to_are_named() -> None:
+    net, x, runs = nn.Linear(4, 2), torch.ones(3, 4), []
+    for zeros in (True, False):
+        net(x).sum().backward()
+        if zeros:
+            net.zero_grad()
+        with record(None, net) as run:
+            net(x).square().sum().backward()
+        runs.append(run.record)
+        net.zero_grad()
+    assert "It reads input bias.grad in" in " ".join(str(polymp.compare(*runs)).split())

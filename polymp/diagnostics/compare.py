@@ -331,7 +331,9 @@ def compare(
                 found.until = step.number
                 found.notes.append(
                     f"not compared: steps from {step.number} on. They begin with the weights that "
-                    "the step before has left, which differ by what rounding explains of updates"
+                    "the step before has left, which differ by what rounding explains of updates. "
+                    "To compare such a step, copy the weights and the optimizer's state of one run "
+                    "into the other before it"
                 )
                 break
             found = now

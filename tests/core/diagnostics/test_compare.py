@@ -476,7 +476,7 @@ def test_weights_that_rounding_has_moved_apart_end_a_port_too(swapped: bool) -> 
     pair = [steps(1, 0.0, "blocks.0.", "torch"), steps(2, 1e-4, "p.", "jax")]
     found = polymp.compare(*(reversed(pair) if swapped else pair))
     assert (found.explained, found.step) == (True, 0), str(found)
-    assert any("steps from 1 on" in note for note in found.notes)
+    assert any("steps from 1 on" in note and "copy the weights" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

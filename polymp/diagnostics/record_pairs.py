@@ -534,9 +534,10 @@ class Pairs:
     def _not_comparable(self, mine: Side, theirs: Side, pairs: Mapping[int, int]) -> set[int]:
         """Updates and gradients that one run alone can have, and what these alone read.
 
-        The other run has not their inputs, as weights that it packs into one; nor, in a port, any
-        gradient of them. Nothing tells inputs of equal numbers apart, as zeros: if one run has more
-        of them, some are new. Between other programs the state of an optimizer counts, too.
+        The other run has not their inputs, as weights that it packs into one. Nothing tells inputs
+        of equal numbers apart, as zeros: if one run has more of them, some are new. Between other
+        programs the state of an optimizer counts, too; and of a port the gradients of arrays of
+        which the first run has none, as of the input or of frozen weights.
         """
         inputs = [mine.arrays[i] for i in mine.input_bits]
         alike: dict[tuple[Any, ...], set[str]] = {(a.size, a.values): set() for a in inputs}
@@ -550,13 +551,14 @@ class Pairs:
             more = counts[numbers] > max(len(alike[numbers]), 1)
             same[a.name] = set() if more else alike[numbers] | paired
         graded = {a.name for a in theirs.arrays if a.kind == GRADIENT}
+        returned = self.ported and mine is self.other
         there = self.found | self.partners if theirs is self.other else pairs.values()
         lost = {_group(a) for j, a in enumerate(theirs.arrays) if j not in there}
         left: set[int] = set()
         for i in reversed(range(len(mine.arrays))):
             a, readers = mine.arrays[i], mine.readers[i]
-            known = same.get(a.name, set() if self.ported else {a.name})
-            if self.ported and graded and a.kind == GRADIENT:
+            known = same.get(a.name, set() if returned else {a.name})
+            if returned and a.kind == GRADIENT:
                 known = known & graded
             state = a.kind == UPDATE and self.by_values and _group(a) not in lost
             end = state or (a.kind in (GRADIENT, UPDATE) and not known)

@@ -258,6 +258,13 @@ def test_what_a_port_returns_is_compared_and_what_jax_grad_leaves_out_is_not(fac
     for found in ported(net, step, port, x, y[:, :4], torch.zeros(())):
         assert found.explained == (factor == 1), str(found)
 
+    def detached(p: Any, x: Any, y: Any, n: Any) -> Any:
+        return jax.grad(lambda p: loss(p | {"bias": jax.lax.stop_gradient(p["bias"])}, x, y))(p)
+
+    net.zero_grad()
+    found = ported(net, step, detached, x, y[:, :4], torch.zeros(()))[0]
+    assert factor != 1 or "the gradient of bias is in one" in str(found)
+
     def average(p: Any, x: Any, y: Any) -> Any:
         own = jax.grad(lambda p: ((x @ p["weight"].T + p["bias"] - y) ** 2).mean())(p)
         return {name: gradient * factor for name, gradient in own.items()}

@@ -334,6 +334,16 @@ def test_a_choice_that_is_another_is_named(kind: str) -> None:
     assert comparison.first.array.name == {"torch": "embedding", "jax": "gather"}[kind]
 
 
+@pytest.mark.parametrize("kind", ["torch", "jax"])
+def test_a_cast_that_a_program_makes_is_a_call_of_it(kind: str) -> None:
+    """Rounding explains what comes of it; but the programs are not the same."""
+    casts = {"torch": ".half().float()", "jax": ".astype('float16').astype('float32')"}[kind]
+    comparison = polymp.compare(*(chosen(kind, f"(a @ b){c} @ e", False, 0) for c in ("", casts)))
+    assert comparison.explained
+    assert comparison.parted is not None
+    assert comparison.parted.array.name == "to"
+
+
 def test_threads_raise_no_alarm() -> None:
     import torch
 

@@ -357,10 +357,12 @@ class _Step(Subscriber):
             return
         norm = self._probes.after(ran, result)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
-        lists = ran.facts.lists
+        lists, copies = ran.facts.lists, bool(ran.facts.copies_as)
+        if ran.casts and op_call.op == "to" and made:  # by the program itself, and no region
+            copies = made[0].itemsize > ran.reads[0].itemsize
         # In a backward pass some make no gradient, such as the factor 2 * x of a square.
         computes = op_call.direction != BACKWARD or ran.gradient
-        computes = computes and not (lists or ran.facts.copies_as)
+        computes = computes and not (lists or copies)
         if results and computes and not self._writes and self._records(op_call):
             if not self._probes.count:
                 # What is made of a sum that has no row, as of the second result of a backward,
@@ -373,7 +375,7 @@ class _Step(Subscriber):
             makers: _Makers = (self._array_of(ran, result, results[0], norm),)
         else:
             makers = tuple(self._reads)
-            if ran.facts.copies_as:
+            if copies:
                 self._copied(ran.reads[-1], *tensors(result))
             if any(t.is_complex() for t in tensors(result)):
                 self._left_out["complex results"] += 1
@@ -381,7 +383,7 @@ class _Step(Subscriber):
                 self._left_out["results that are sparse or wrapped"] += 1
         for t in into:
             if not (lists or op_call.place.updating):
-                self._made(t, self._joined(t, makers) if ran.facts.copies_as else makers)
+                self._made(t, self._joined(t, makers) if copies else makers)
         changes = {*map(id, into)}
         for t in tensors(result):
             if id(t) not in changes:

@@ -536,10 +536,11 @@ class Pairs:
 
         The other run has not their inputs, as weights that it packs into one. Nothing tells inputs
         of equal numbers apart, as zeros: if one run has more of them, some are new. Between other
-        programs the state of an optimizer counts, too; and of a port the gradients of arrays of
-        which the first run has none, as of the input or of frozen weights.
+        programs the state of an optimizer counts, too; and of a port the gradients of the model's
+        input, of which torch has none, and of arrays of which the first run has none.
         """
         inputs = [mine.arrays[i] for i in mine.input_bits]
+        given = {theirs.arrays[j].name for j in theirs.input_bits if theirs.arrays[j].source}
         alike: dict[tuple[Any, ...], set[str]] = {(a.size, a.values): set() for a in inputs}
         counts = Counter((a.size, a.values) for a in inputs)
         for a in (theirs.arrays[j] for j in theirs.input_bits):
@@ -549,7 +550,7 @@ class Pairs:
             numbers = a.size, a.values
             paired = {theirs.arrays[pairs[i]].name} if i in pairs else set[str]()
             more = counts[numbers] > max(len(alike[numbers]), 1)
-            same[a.name] = set() if more else alike[numbers] | paired
+            same[a.name] = set() if more else (alike[numbers] | paired) - given
         graded = {a.name for a in theirs.arrays if a.kind == GRADIENT}
         returned = self.ported and mine is self.other
         there = self.found | self.partners if theirs is self.other else pairs.values()

@@ -303,7 +303,7 @@ def test_weights_that_one_run_packs_into_one_raise_no_alarm(fill: str) -> None:
         y = x @ p["qv.weight"].T + p["qv.bias"]
         return end((y[:, :8] * y[:, 8:]) @ p["o.weight"].T + p["o.bias"])
 
-    recorded = polymp.jax.record(None, jax.grad(loss))
+    recorded = polymp.jax.record(None, jax.grad(loss, (0, 1)))  # of x, too, unlike torch
     recorded({k: t.numpy() for k, t in packed.state_dict().items()}, x.numpy())
     records = [recorded.record]
     for model in (packed, split):

@@ -345,16 +345,18 @@ class Catch(CaughtStep[P, R]):
     def _broke(self, error: BaseException) -> bool:
         if _ranks() > 1 or isinstance(error, torch.OutOfMemoryError):
             return False  # other ranks have no error
-        if self._checks.now() or self._bad_state():
-            return True
-        call, raised = self._calls[-1], TrainingState(self._copy.objects)
-        call.before.put_back()
-        self._copy.before = TrainingState(self._copy.objects)
         try:
-            fault, _ = self._located(call, None)
-        except RAISED:  # for another reason
-            fault = None
-        raised.put_back()
+            if self._checks.now() or self._bad_state():
+                return True
+            call, raised = self._calls[-1], TrainingState(self._copy.objects)
+            call.before.put_back()
+            self._copy.before = TrainingState(self._copy.objects)
+            try:
+                fault, _ = self._located(call, None)
+            finally:
+                raised.put_back()
+        except RAISED:  # for another reason; after some errors of a GPU, nothing runs on it
+            return False
         # Of a loss scaler's steps, some have gradients that are not finite, and are skipped.
         return fault is not None and not (self._copy.scaled and fault.direction == BACKWARD)
 

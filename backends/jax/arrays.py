@@ -139,10 +139,13 @@ def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
-    """Return the places of arrays that have Inf or NaN: "Inf" or "NaN". Waits for the device."""
+    """Return the places of arrays that have Inf or NaN: "Inf" or "NaN". Waits for the device.
+
+    Other leaves, such as a dtype or a tensor of torch, have none.
+    """
     by_devices: dict[frozenset[jax.Device], list[int]] = {}
     for at, leaf in leaves.items():
-        if is_inexact(leaf) and np.size(leaf):
+        if is_array(leaf) and is_inexact(leaf) and leaf.size:
             devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()
             by_devices.setdefault(frozenset(devices), []).append(at)
     found = {}

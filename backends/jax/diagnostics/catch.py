@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from polymp.backends.jax.arrays import AsyncCopy, is_float, not_finite
+from polymp.backends.jax.arrays import AsyncCopy, is_array, is_float, not_finite
 from polymp.backends.jax.autocast.api import JITTED_FUNCTION
 from polymp.backends.jax.diagnostics.audit import locate
 from polymp.backends.jax.modules import nnx
@@ -160,7 +160,7 @@ class Catch(CaughtStep[P, R]):
         Python's floats if no array is one: beside a loss they may be a time, or the best so far.
         """
         own = {at: leaf for at, leaf in enumerate(leaves) if at not in self._fed}
-        arrays = {at: x for at, x in own.items() if np.size(x) == 1 and is_float(x)}
+        arrays = {at: x for at, x in own.items() if is_array(x) and x.size == 1 and is_float(x)}
         floats = {at: x for at, x in own.items() if type(x) is float}
         top = float(np.finfo(np.float32).max)
         return arrays or {

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from polymp.backends.jax.arrays import AsyncCopy, is_float, is_typed, leaf_path
+from polymp.backends.jax.arrays import AsyncCopy, is_array, is_typed, leaf_path
 from polymp.backends.jax.autocast.frame import LOW_DTYPES
 from polymp.backends.jax.diagnostics.instrument import few
 from polymp.backends.jax.weights.low_weights import LowWeightsState
@@ -96,7 +96,7 @@ class UpdateWatch(LostUpdatesWatch):
                 "watch runs on the host: call it after the jitted step, with the parameters that "
                 "the step returned. Traced code has no values to look at."
             )
-        at = [i for i, (_, x) in enumerate(paths) if is_float(x) and x.dtype.name in LOW_DTYPES]
+        at = [i for i, (_, x) in enumerate(paths) if is_array(x) and x.dtype.name in LOW_DTYPES]
         low = [paths[i][1] for i in at]
         if since == 0 and self._before is not None and low:
             names = [(leaf_path(paths[i][0]), paths[i][1].dtype.name) for i in at]

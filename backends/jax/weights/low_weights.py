@@ -283,7 +283,7 @@ class _LowWeights:
     def check(self, params: object) -> None:
         """Refuse paths of the user's that match nothing, and parameters of another tree."""
         leaves = jax.tree_util.tree_leaves_with_path(params)
-        paths = [leaf_path(path) for path, leaf in leaves if is_float(leaf)]
+        paths = [leaf_path(path) for path, leaf in leaves if is_typed(leaf) and is_float(leaf)]
         hint = partial(scopes.hint, paths=paths, none="the tree has no float arrays.")
         for pattern, why in self.kept.items():
             # What a function reads may be no parameter, as statistics are.

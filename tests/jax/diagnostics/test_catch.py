@@ -355,6 +355,17 @@ def test_a_step_without_a_loss_is_told() -> None:
     caught(jnp.ones(3), jnp.ones(2))  # no warning
 
 
+def test_what_has_a_dtype_and_is_no_array_is_not_checked() -> None:
+    shape = jax.ShapeDtypeStruct((1,), jnp.float32)
+    others = jnp.float32, np.float32, shape, jax.new_ref(jnp.zeros(1))
+    step = catch(lambda w, others: ((w - 0.1).astype(others[0]), others, w.sum()), every=1)
+    w = jnp.ones(3)
+    for _ in range(3):
+        w, others, _ = step(w, others)
+    with pytest.raises(BadStepError, match="step 3: the loss is NaN"):
+        checked(step, w * math.nan, others)
+
+
 def test_a_buffer_that_is_filled_again_for_each_batch() -> None:
     buffer = np.zeros((4, 8), np.float32)
 

@@ -84,7 +84,7 @@ def test_the_last_records_are_of_the_last_step(monkeypatch):
     monkeypatch.setattr(AsyncCopy, "is_ready", lambda copy: False)
     watch = UpdateWatch(every=1)
     for w in (1, 1, 2):
-        watch.watch([jnp.full(8, w, jnp.bfloat16)])
+        watch.watch([jnp.full(8, w, jnp.bfloat16), jnp.bfloat16])  # a dtype is no weight
     with pytest.warns(LowWeightsWarning, match="100% of the updates"):
         (record,) = watch.finish()
     assert (record.updates, record.lost) == (8, 0)

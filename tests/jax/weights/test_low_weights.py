@@ -273,7 +273,7 @@ def test_what_a_function_reads_need_not_be_a_parameter_of_the_optimizer():
 
 
 def test_arrays_that_are_no_weights_are_left_alone():
-    others = {"n": jnp.int32(3), "z": jnp.ones(2, jnp.complex64), "f": jax.nn.relu}
+    others = {"n": jnp.int32(3), "z": jnp.ones(2, jnp.complex64), "f": jax.nn.relu, "t": np.float32}
     low = low_weights(optax.sgd(0.1)).weights({"w": PARAMS["w"], **others})
     assert all(low[name] is x for name, x in others.items())
     assert low["w"].dtype == jnp.bfloat16

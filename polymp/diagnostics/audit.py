@@ -43,7 +43,7 @@ class Audit(Shown):
         steps: how many steps were measured.
         scale: the loss scale that the gradients were multiplied by, 1 if none was known.
         left_out: how many calls were not measured, by the reason: in JAX, those in a `while` loop
-            and those in a `shard_map`.
+            or a `shard_map`, and reads and writes of what `jax.new_ref` made.
     """
 
     results: Sequence[Measured] = ()

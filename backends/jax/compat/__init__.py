@@ -357,12 +357,12 @@ def without_scopes(stack: NameStack, drop: Callable[[str], bool]) -> NameStack:
     return type(stack)(tuple(kept))
 
 
-def is_reference(aval: Any) -> bool:
-    """True for the type of a mutable array, as `jax.new_ref` makes, which no public class names.
+def is_reference(x: Any) -> bool:
+    """True for a mutable array, as `jax.new_ref` makes, or its type, which no public class names.
 
     `AbstractRef.inner_aval` since jax 0.4.
     """
-    return hasattr(aval, "inner_aval")
+    return hasattr(getattr(x, "aval", x), "inner_aval")
 
 
 def scope_names(stack: NameStack) -> list[str]:

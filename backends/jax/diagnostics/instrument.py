@@ -118,6 +118,8 @@ class MeasuredCall(Placed[Origin]):
         # Places of the inputs that the forward of a call reads, by its name and their long shapes.
         self.reads: dict[tuple[str, tuple[int, ...]], set[int]] = {}
         self.numbers: dict[Key, int | None] = {}  # by equation, that of its event; None without one
+        self._referring: set[Key] = set()  # equations on references
+        self._written = Origin()  # what references have been made of
         ends = [Origin(outside=frozenset([n])) for n in range(len(self.inputs))]
         own = ends[len(invars) :]
         self.results = self.program(self.closed, ends[: len(invars)], (), own)  # their origins
@@ -137,7 +139,11 @@ class MeasuredCall(Placed[Origin]):
     def not_finite(self, arrays: Sequence[jax.Array]) -> set[int]:
         """Places of results that are not finite where the program itself runs."""
         copies = [x.copy() for x in arrays]  # which it may donate
-        return {*not_finite(dict(enumerate(self.traced.own(*copies))))}
+        held = [(x, x[...]) for x in compat.opened(self.closed)[1] if compat.is_reference(x)]
+        found = {*not_finite(dict(enumerate(self.traced.own(*copies))))}
+        for reference, before in held:
+            reference[...] = before
+        return found
 
     @cached_property
     def late(self) -> set[int]:
@@ -151,7 +157,7 @@ class MeasuredCall(Placed[Origin]):
         events = self.events
         read = {at for event in events for at in event.inputs}  # a loop reads its own sum later
         unread = {*range(len(events))} - read
-        todo = [at for came in self.results for at in came.events]
+        todo = [at for came in (*self.results, self._written) for at in came.events]
         todo += [at for at in unread if _is_end(events[at].site.eqn)]
         back = {at for at, event in enumerate(events) if event.direction == BACKWARD}
         if back.issuperset(todo):
@@ -170,7 +176,10 @@ class MeasuredCall(Placed[Origin]):
         """How many calls are not measured, by what they are in."""
         ends = ((s.closed, self._ends[s.key]) for s in self.sites.values() if s.key in self._ends)
         names = (name.replace("while", "while loop") for name, _ in set(ends) if name)
-        return Counter(f"in a {name}" for name in names)
+        found = Counter(f"in a {name}" for name in names)
+        if self._referring:
+            found["on references, which jax.new_ref makes"] = len(self._referring)
+        return found
 
     def _add_call(
         self, call: Call, sites: Sequence[Site], readers: Mapping[Atom, set[int]]
@@ -230,6 +239,10 @@ class MeasuredCall(Placed[Origin]):
     ) -> Sequence[Origin]:
         key, through = (around, id(eqn)), reduce(self.join, values, Origin())
         site, events = self.sites[key], self.events
+        if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            self._referring.add(key)
+            self._written = self.join(self._written, through)
+            return [self._written] * len(eqn.outvars)
         if (call := site.scope.call) and site.scope.direction == FORWARD:
             for at in through.outside:
                 shape = self.inputs[at].aval.shape
@@ -357,12 +370,14 @@ class Twin(Placed[jax.Array]):
     def run(self, arrays: Sequence[jax.Array]) -> tuple[list[Facts], list[jax.Array]]:
         """The facts of all events, in order, and the largest magnitudes of inputs and constants."""
         closed = self.call.closed
-        self._outside = outside = (*arrays, *compat.opened(closed)[1])
+        given = [*arrays, *compat.opened(closed)[1]]
+        self._outside = own_references(given)
         self._facts = []
-        self.program(closed, arrays, (), outside[len(arrays) :])
+        self.program(closed, arrays, (), self._outside[len(arrays) :])
         if self.ask is not None:
             return self._facts, []
-        return self._facts, [peak(x) if is_measured(x) else jnp.float32(0) for x in outside]
+        before = (x[...] if compat.is_reference(x) else x for x in given)
+        return self._facts, [peak(x) if is_measured(x) else jnp.float32(0) for x in before]
 
     def _measured(
         self, closed: ClosedProgram, values: Sequence[jax.Array], place: tuple[int, ...]
@@ -520,7 +535,13 @@ ABSENT = BINS
 def is_measured(x: Any) -> bool:
     """True for a float or complex array with values."""
     name = getattr(getattr(x, "dtype", None), "name", "")
-    return (name in FORMATS or name.startswith("complex")) and math.prod(np.shape(x)) > 0
+    inexact = name in FORMATS or name.startswith("complex")
+    return inexact and math.prod(np.shape(x)) > 0 and not compat.is_reference(x)
+
+
+def own_references(given: Sequence[Any]) -> list[Any]:
+    """What a program is given, with new references for those that it would write into."""
+    return [jax.new_ref(x[...]) if compat.is_reference(x) else x for x in given]
 
 
 def real(x: jax.Array) -> jax.Array:

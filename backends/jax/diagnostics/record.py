@@ -29,7 +29,7 @@ from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, is_typed
 from polymp.backends.jax.compat import Equation
 from polymp.backends.jax.diagnostics.explain import CLOSED, Key, Wrapped, called, traced
-from polymp.backends.jax.diagnostics.instrument import MeasuredCall
+from polymp.backends.jax.diagnostics.instrument import MeasuredCall, own_references
 from polymp.backends.jax.diagnostics.perturb import (
     NOWHERE,
     Evaluation,
@@ -242,12 +242,11 @@ class _Walk(Evaluation):
         self.summaries: list[_Summary] = []
         self.in_numpy = run_record.Summaries()
         self.ends: frozenset[int] = NOWHERE  # rows that the program returns, or what is made of
-        self.left_out = program.left_out.copy()
 
     def run(self, arrays: Sequence[jax.Array]) -> None:
         """Go through the program."""
         closed = self._call.closed
-        self._outside = [*arrays, *compat.opened(closed)[1]]
+        self._outside = [*arrays, *own_references(compat.opened(closed)[1])]
         counted = [_is_counted(v.aval) for v in self._call.inputs]
         ends = [
             Value(x, sources=frozenset([~n]) if counted[n] else NOWHERE)
@@ -292,7 +291,7 @@ class _Walk(Evaluation):
                     terms=times,
                 )
             )
-        return RecordedStep(number, _read(arrays, self.ends), {}, dict(self.left_out))
+        return RecordedStep(number, _read(arrays, self.ends), {}, dict(self._call.left_out))
 
     def equation(
         self, at: int, eqn: Equation, values: list[Value], around: tuple[int, ...]
@@ -303,7 +302,6 @@ class _Walk(Evaluation):
         reads = NOWHERE.union(*map(self._sources, values))
         made = super().equation(at, eqn, values, around)
         if any(compat.is_reference(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-            self.left_out["on references, which jax.new_ref makes"] += 1
             self._written |= reads
             return [value._replace(sources=self._written) for value in made]
         rows = [n for n, v in enumerate(eqn.outvars) if is_float(v.aval)]
@@ -439,7 +437,7 @@ def _difference(x: Any, old: Any) -> Any:
 
 def _is_counted(x: Any) -> bool:
     """True for arrays that have numbers here: of floats, integers, bools, and random keys."""
-    dtype = getattr(x, "dtype", None)
+    dtype = None if compat.is_reference(x) else getattr(x, "dtype", None)
     kinds = (np.floating, np.integer, np.bool_, jax.dtypes.prng_key)
     return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in kinds)
 

@@ -539,6 +539,30 @@ def test_a_captured_array_with_nan_is_an_input() -> None:
         assert fault.why == "a captured array (float32[3]) is not finite before any op runs"
     scale = jnp.float32(jnp.nan)
     assert "a captured array (float32[])" in fault_of(jax.jit(lambda x: x * scale), X).why
+    held = jax.new_ref(weight)
+    fault = fault_of(lambda x: x * held[...], jnp.ones(3))
+    assert "a captured array (Ref{float32[3]})" in fault.why
+
+
+def test_what_is_written_into_a_reference_is_not_put_down_to_what_reads_it() -> None:
+    def write(x: Any) -> Any:
+        held = jax.new_ref(x)
+        held[...] = jnp.log(-x)
+        return held[...] * 2
+
+    def add_up(x: Any) -> Any:
+        total = jax.new_ref(x)
+
+        def turn(carry: Any, n: Any) -> Any:
+            total[...] = total[...] * 2 + jnp.log(1 - n)
+            return carry + total[...], None
+
+        return lax.scan(turn, x, jnp.arange(3.0))[0]
+
+    for fn in (write, jax.jit(write), autocast(write), add_up):
+        assert fault_of(fn, jnp.ones(3)).op == "log"
+        (audited := polymp.jax.audit(fn))(jnp.ones(3))
+        assert audited.audit.left_out.keys() == {"on references, which jax.new_ref makes"}
 
 
 def test_infinities_of_a_captured_array_may_be_those_of_a_mask() -> None:

@@ -592,6 +592,23 @@ def test_products_of_8_bit_floats_and_references() -> None:
         assert sum(found.left_out.values()) == 4
 
 
+@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["plain", "jitted"])
+def test_references_of_the_caller_are_written_into_once(jit: Any) -> None:
+    calls, x = jax.new_ref(jnp.zeros(())), jnp.full((2, 2), -1.0)
+
+    @jit
+    def step(x: Any) -> Any:
+        calls[...] += 1
+        return jnp.log(x).sum()  # not finite, so that the program itself may run to find out why
+
+    recorded, audited = record(None, step, probes=2), polymp.jax.audit(step)
+    recorded(x), audited(x)
+    for fault in (polymp.jax.locate(step, x), audited.audit.fault):
+        assert fault is not None
+        assert fault.op == "log"
+    assert calls[...] == 2
+
+
 def test_a_module_with_a_dict_is_recorded() -> None:
     model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
     model.options = {"a": 1}

@@ -13,7 +13,8 @@ Scans and branches hand out what was measured inside; a `while` loop and a shard
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property, reduce
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, reduce, wraps
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from polymp.backends.jax import compat
 from polymp.backends.jax.arrays import is_float, largest_magnitude, not_finite
@@ -343,6 +345,7 @@ class Twin(Placed[jax.Array]):
         # Of what it was given: dtype, shape, and its place among the inputs.
         self.given: list[tuple[str, tuple[int, ...], int | None]] = []
         self._outside: Sequence[jax.Array] = ()
+        self._mesh: AbstractMesh | None = None  # whose axes the types of arrays name
         self._facts: list[Facts] = []  # of the events so far, of the program that is gone through
         self._shapes: list[tuple[int, ...]] = []  # of each part of the facts
         self.packed: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
@@ -356,6 +359,8 @@ class Twin(Placed[jax.Array]):
         leaves, self._structure = jax.tree.flatten(self.run(arrays))
         self._shapes = [tuple(x.shape) for x in leaves]
         dtype = jnp.result_type(np.float32, *(x.dtype for x in leaves if is_float(x)))
+        if self._mesh is not None:
+            leaves = jax.sharding.reshard(leaves, NamedSharding(self._mesh, PartitionSpec()))
         rows = [lax.convert_element_type(x, dtype).reshape(x.size) for x in leaves]
         return lax.concatenate(rows, 0) if rows else jnp.zeros(0)
 
@@ -373,6 +378,8 @@ class Twin(Placed[jax.Array]):
         given = [*arrays, *compat.opened(closed)[1]]
         self._outside = own_references(given)
         self._facts = []
+        meshes = {jax.typeof(x).sharding.mesh for x in given if isinstance(x, jax.Array)}
+        self._mesh = next(filter(_is_explicit, meshes), None)
         self.program(closed, arrays, (), self._outside[len(arrays) :])
         if self.ask is not None:
             return self._facts, []
@@ -396,7 +403,7 @@ class Twin(Placed[jax.Array]):
         self, at: int, eqn: Equation, values: list[jax.Array], around: tuple[int, ...]
     ) -> Sequence[jax.Array]:
         control = {"scan": self._scan, "cond": self._cond}.get(eqn.primitive.name)
-        with eqn.ctx.manager:
+        with eqn.ctx.manager, self._with_mesh():
             if control is None:
                 return super().equation(at, eqn, values, around)
             outs, facts = control(eqn, values, (*around, at))
@@ -410,7 +417,8 @@ class Twin(Placed[jax.Array]):
         if key in self._asked:
             self._follow(eqn, values, outs)
         if (number := self.call.numbers.get(key)) is not None:
-            self._facts.append(self._fact(number, eqn, values, outs))
+            with self._with_mesh(outs):
+                self._facts.append(self._fact(number, eqn, values, outs))
         return outs
 
     def _fact(
@@ -432,7 +440,7 @@ class Twin(Placed[jax.Array]):
         places = {id(x): at for at, x in enumerate(self._outside)}
         values = list(self._came[id(outs[0])][1].values())
         self.given = [(x.dtype.name, tuple(x.shape), places.get(id(x))) for x in values]
-        found = [operand_numbers(jnp, real(x).astype(_exact(x))) for x in values]
+        found = [_numbers_of(x) for x in values]
         return Facts(operands=jnp.stack(found)) if found else Facts()
 
     def _follow(self, eqn: Equation, args: list[jax.Array], outs: Sequence[jax.Array]) -> None:
@@ -443,6 +451,18 @@ class Twin(Placed[jax.Array]):
                 _, before = self._came.get(id(x), (x, {id(x): x}))
                 given |= before
         self._came.update((id(x), (x, given)) for x in outs)
+
+    def _with_mesh(self, made: Sequence[jax.Array] = ()) -> AbstractContextManager[object]:
+        """A context with the mesh of some arrays, or else of all: for constants among them.
+
+        JAX takes some programs of such arrays without `jax.set_mesh` around them. In `auto_axes`
+        the types of arrays have the mesh in another form.
+        """
+        if self._mesh is None:
+            return nullcontext()
+        meshes = [jax.typeof(x).sharding.mesh for x in made]
+        meshes += [jax.sharding.get_abstract_mesh(), self._mesh]
+        return jax.sharding.use_abstract_mesh(next(m for m in meshes if not m.empty))
 
     # Control
 
@@ -554,17 +574,39 @@ def real(x: jax.Array) -> jax.Array:
     return lax.concatenate([lax.expand_dims(part, (0,)) for part in (lax.real(x), lax.imag(x))], 0)
 
 
+def _is_explicit(mesh: Any) -> bool:
+    """True for a mesh whose axes the types of arrays name."""
+    return AxisType.Explicit in mesh.axis_types
+
+
+def _wherever(fn: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """A function of an array whose type may say how it is divided, with a result that is not."""
+
+    @wraps(fn)
+    def called(x: jax.Array) -> jax.Array:
+        mesh = jax.typeof(x).sharding.mesh
+        if not _is_explicit(mesh):
+            return fn(x)
+        with jax.sharding.use_abstract_mesh(mesh):
+            made: jax.Array = jax.sharding.auto_axes(fn, out_sharding=PartitionSpec())(x)
+        return made
+
+    return called
+
+
 def peak(*arrays: jax.Array) -> jax.Array:
     """The largest magnitude in some arrays, NaN if there is one; float32 [], or float64 []."""
-    return reduce(jnp.maximum, map(_peak, map(real, arrays)))
+    return reduce(jnp.maximum, map(_peak, arrays))
 
 
+@_wherever
 def _peak(x: jax.Array) -> jax.Array:
-    """The largest magnitude in an array of real numbers.
+    """The largest magnitude in an array.
 
     Of a long one, that of each column first: XLA's loop for one number alone is not vectorized on
     CPUs, and takes twice as long, three times as long for 16 bits.
     """
+    x = real(x)
     exact = _exact(x)
     x = x if x.dtype in _LOW else lax.convert_element_type(x, exact)
     if x.size % _COLUMNS == 0:
@@ -581,6 +623,14 @@ def _exact(x: jax.Array) -> Any:
     return np.float64 if x.dtype == np.float64 else np.float32
 
 
+@_wherever
+def _numbers_of(x: jax.Array) -> jax.Array:
+    """The numbers of an operand."""
+    made: jax.Array = operand_numbers(jnp, real(x).astype(_exact(x)))
+    return made
+
+
+@_wherever
 def few(x: jax.Array) -> jax.Array:
     """A sample of an array's values, in one row."""
     x = real(x)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -14,11 +16,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec, auto_axes
 
 from polymp.backends.jax.diagnostics import instrument
 from polymp.backends.jax.diagnostics.audit import short_names
-from polymp.jax import GradScaler, audit, autocast
+from polymp.jax import GradScaler, audit, autocast, locate
 from tests.support.jax.scaler_tools import bits
 from tests.support.reports import magnitudes
 
@@ -204,6 +206,31 @@ def test_loops_branches_and_others_are_measured_without_a_bit_of_change() -> Non
     audited = audit(step)
     assert bits(audited(W, X)) == bits(step(W, X))
     assert {"linear", "mul", "tanh"} <= {m.op for m in audited.audit.results}
+
+
+@pytest.mark.parametrize("set_mesh", [False, True], ids=["plain", "set_mesh"])
+def test_types_that_say_how_arrays_are_divided_change_nothing(set_mesh: bool) -> None:
+    mesh = jax.make_mesh((1, 1), ("rows", "columns"), axis_types=(AxisType.Explicit,) * 2)
+
+    def step(x: Any, w: Any, tanh: Any = jnp.tanh) -> Any:
+        h = lax.cond(w.sum() > 0, jnp.sin, lambda h: jnp.sin(h + 1), x @ w)
+        last, _ = lax.scan(lambda c, _: (c * 3e2, c.sum()), tanh(h), None, length=2)
+        return last, jnp.zeros(3) + 1, x * 1j
+
+    x, w = np.linspace(-2, 2, 128 * 32).reshape(128, 32), np.eye(32, 16)
+    specs = (x, PartitionSpec("rows")), (w, PartitionSpec(None, "columns"))
+    own = [jax.device_put(a, NamedSharding(mesh, spec)) for a, spec in specs]
+    low = partial(autocast, dtype="float16")
+    (plain := audit(low(step)))(x, w)
+    with jax.set_mesh(mesh) if set_mesh else nullcontext():
+        if set_mesh:
+            spec = PartitionSpec("rows", "columns")
+            step = partial(step, tanh=auto_axes(jnp.tanh, out_sharding=spec))
+        (audited := audit(low(step)))(*own)
+        fault = locate(low(step), *own)
+    assert rows(audited) == rows(plain)
+    assert fault is not None
+    assert (fault.op, fault.kind) == ("mul", "overflow")
 
 
 def test_derivatives_by_hand_are_the_ones_that_run() -> None:

@@ -560,7 +560,7 @@ def is_measured(x: Any) -> bool:
 
 
 def own_references(given: Sequence[Any]) -> list[Any]:
-    """What a program is given, with new references for those that it would write into."""
+    """The values that a program is given, with copies of references, which it may write into."""
     return [jax.new_ref(x[...]) if compat.is_reference(x) else x for x in given]
 
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader
 
 from polymp import code_origin
@@ -41,7 +42,7 @@ class Snapshot:
         modules: Iterable[nn.Module] = (),  # not their tensors
         random_numbers: bool = False,
     ) -> None:
-        self._tensors = [_Values(t) for t in tensors]
+        self._tensors = [_Values(t) for t in tensors if not is_lazy(t)]  # those have no values yet
         self._grads = [(t, None if t.grad is None else _Values(t.grad)) for t in grads]
         optimizers = [*optimizers]
         self._states = [(it, {p: _all_kept(s) for p, s in it.state.items()}) for it in optimizers]

@@ -148,7 +148,8 @@ def storage_key(tensor: torch.Tensor) -> int:
     """
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse tensors, and those that wrap others
+    # Sparse tensors, those that wrap others, and lazy parameters that no call has made.
+    except (NotImplementedError, RuntimeError, ValueError):
         return 0
 
 

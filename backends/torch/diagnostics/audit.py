@@ -251,9 +251,10 @@ class AuditValues(Values):
         for name, p in self._model.named_parameters() if self._model is not None else ():
             if p.requires_grad:
                 name = dynamo.plain_name(name)
-                hook = p.register_post_accumulate_grad_hook(
-                    lambda p, name=name: self._gradient(name, p.grad)
-                )
+                with torch._C.DisableTorchFunctionSubclass():  # where lazy parameters refuse hooks
+                    hook = p.register_post_accumulate_grad_hook(
+                        lambda p, name=name: self._gradient(name, p.grad)
+                    )
                 self.stream.callback(hook.remove)
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn as nn
 from torch import distributed as dist
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -137,7 +138,9 @@ class TrainingState(Snapshot):
     """A copy of a training's state."""
 
     def __init__(self, objects: TrainingObjects) -> None:
-        self.named = named_tensors(objects)
+        every = named_tensors(objects)
+        self.named = {name: t for name, t in every.items() if not is_lazy(t)}
+        self._lazy = [t for t in every.values() if is_lazy(t)]
         tensors = list(self.named.values())
         super().__init__(
             tensors,
@@ -147,6 +150,10 @@ class TrainingState(Snapshot):
             random_numbers=True,
         )
         self._others = [(it, state) for it in objects.others if (state := _state_of(it))]
+
+    def has_made(self) -> bool:
+        """Return whether lazy parameters got their values after this was made."""
+        return not all(map(is_lazy, self._lazy))
 
     def put_back(self) -> None:
         """Give the training the state that it had when this was made."""
@@ -265,8 +272,9 @@ class Catch(CaughtStep[P, R]):
     _in_place = True
     _unrepeated = (
         "Repeating the steps did not give that value again, and the training is now in the state "
-        "after them. The step reads its batch itself, or other code changed the training in a way "
-        "that does not show: give the step its batch as an argument, and do all of the step in it."
+        "after them. The step reads its batch itself, made lazy parameters, or other code changed "
+        "the training in a way that does not show: give the step its batch as an argument, call a "
+        "lazy model once before, and do all of the step in it."
     )
 
     def __init__(self, step: Callable[P, R], every: int, raises: bool, of: object) -> None:
@@ -311,7 +319,7 @@ class Catch(CaughtStep[P, R]):
         known = [it.state for it in (*copy.objects.optimizers, *self._met)]  # of wrappers, too
         new = [it for it in steps if all(it.state is not state for state in known)]
         self._met += {id(it): it for it in new}.values()  # the next copy has them
-        self._renews = self._renews or bool(new)
+        self._renews = self._renews or bool(new) or copy.has_made()
         copy.left = copy.versions()
         bad += [~loss.isfinite() for loss in own.values()]
         return result, own, self._checks.add(_sent(bad), _alone())
@@ -365,6 +373,8 @@ class Catch(CaughtStep[P, R]):
 
     def _repeated(self) -> Iterator[Repeated]:
         copy: StateCopy = self._copy
+        if copy.has_made():  # it has no values to go back to
+            return
         copy.broken = TrainingState(copy.objects)
         copy.put_back()
         for call in self._calls:

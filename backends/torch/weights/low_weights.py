@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from polymp import weights
@@ -70,8 +71,8 @@ def low_weights(
         TypeError: `optimizer` is no optimizer, is SparseAdam, or keeps weights low already;
             `keep` has something else than parameters, modules and functions.
         ValueError: no such mode; no parameter can be stored low; a scheduler has wrapped the
-            optimizer's step; a function in `keep` runs no region that casts a parameter, or
-            runs the model under DDP or FSDP.
+            optimizer's step; a parameter is lazy; a function in `keep` runs no region that casts a
+            parameter, or runs the model under DDP or FSDP.
         RuntimeError: later, at a step, if the model was cast after this call.
     """
     kind: Any = type(optimizer)
@@ -90,6 +91,11 @@ def low_weights(
             "low_weights() does not take SparseAdam: it updates the rows that have a gradient, and "
             "a step on low weights would store the whole weight again. Give the embeddings "
             "SparseAdam on float32, and the other parameters an optimizer of their own."
+        )
+    if any(map(is_lazy, optimizers.parameters(optimizer))):
+        raise ValueError(
+            f"low_weights(): this {kind.__name__} has lazy parameters, which get their values in "
+            "the first call of the model. Call the model once before low_weights()."
         )
     if "step" in vars(optimizer):
         raise ValueError(

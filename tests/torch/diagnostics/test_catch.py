@@ -331,8 +331,29 @@ def test_a_step_that_reads_its_batch_itself_is_told(ends: bool) -> None:
         step()
     report = raised.value.report
     assert (report.step, report.found, report.undone) == (1, "the loss is NaN", 0)
-    assert str(raised.value).endswith("as an argument, and do all of the step in it.")
+    assert str(raised.value).endswith("a lazy model once before, and do all of the step in it.")
     assert all(p.isfinite().all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("healthy", [0, 2])
+def test_the_call_that_makes_lazy_parameters_cannot_be_undone(healthy: int) -> None:
+    net = nn.ModuleList([nn.LazyLinear(1), nn.LazyLinear(1)])  # the second is never called
+    optimizer = torch.optim.Adam(net.parameters())
+
+    @catch
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = net[0](x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    for _ in range(healthy):
+        step(torch.ones(1, 2))
+    report = report_of(step, torch.full((1, 2), BAD))
+    assert (report.step, report.found) == (healthy, "the loss is NaN")
+    assert ("made lazy parameters" in report.note) == (healthy == 0)
+    assert (report.fault is not None) == bool(net[0].weight.isfinite().all()) == (healthy > 0)
 
 
 def test_a_step_that_reads_other_batches_when_repeated_is_told() -> None:

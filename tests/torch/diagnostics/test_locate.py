@@ -594,6 +594,24 @@ def test_a_cast_that_overflows_in_a_decoding_is_no_input(mode: Any) -> None:
     assert "the rule fp32, with which this step was tried and is finite" in fault.remedy
 
 
+def test_parameters_that_the_step_makes_are_as_before_its_update() -> None:
+    net = nn.ModuleList([nn.LazyLinear(1), nn.LazyLinear(1)])  # the second is never called
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        (net[0](x) - math.inf).sum().backward()
+        optimizer.step()
+
+    with polymp.torch.audit(net) as audit:
+        net[0](torch.ones(1, 2)).sum().backward()
+    assert {m.module for m in audit.gradients} == {"0.weight", "0.bias"}
+    net[0] = nn.LazyLinear(1)
+    optimizer.param_groups[0]["params"] = [*net.parameters()]
+    fault: Any = locate(step, torch.full((1, 2), math.inf), model=net)
+    assert fault.kind == "input"
+    assert net[0].weight.isfinite().all()
+
+
 @pytest.mark.filterwarnings("ignore:.* prototype stage")
 def test_nested_tensors_are_not_measured() -> None:
     net = nn.Linear(3, 3)

@@ -254,6 +254,18 @@ class Stubborn(torch.optim.Optimizer):
                 p.sub_(p.grad)
 
 
+def test_lazy_parameters_may_get_their_values_in_the_closure() -> None:
+    model, x = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)), torch.randn(8, 3)
+    optimizer, own = torch.optim.SGD(model.parameters(), lr=0.125), scaler()
+
+    def closure() -> torch.Tensor:
+        loss = model(x).square().mean()
+        own.scale(loss).backward()
+        return loss
+
+    assert own.step(optimizer, closure).isfinite()
+
+
 def test_a_step_is_taken_back_whatever_the_optimizer_does_with_errors() -> None:
     w = torch.ones(2, requires_grad=True)
     optimizer = Stubborn([w], {"k": 0})

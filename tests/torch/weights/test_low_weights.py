@@ -369,6 +369,12 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "low_weights(): the step of this AdamW was replaced, as a learning-rate scheduler does. "
         "Call low_weights() first, and make the scheduler with what it returns.",
     ),
+    "a lazy parameter": (
+        lambda model: low_weights(adamw(nn.ModuleList([model, nn.LazyLinear(2)]))),
+        ValueError,
+        "low_weights(): this AdamW has lazy parameters, which get their values in the first call "
+        "of the model. Call the model once before low_weights().",
+    ),
     "nothing to store": (
         lambda model: low_weights(adamw(model), keep=model),
         ValueError,

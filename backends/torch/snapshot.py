@@ -102,7 +102,8 @@ class _Values:
         local = distributed.local(self.tensor)
         freed = local.layout is torch.strided and not local.untyped_storage().nbytes()  # by FSDP
         if not freed or not self.values.numel():
-            local.copy_(self.values)
+            with torch.inference_mode() if local.is_inference() else torch.no_grad():
+                local.copy_(self.values)
         return self.tensor
 
 

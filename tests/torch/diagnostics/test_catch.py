@@ -335,6 +335,7 @@ def test_a_step_that_reads_its_batch_itself_is_told(ends: bool) -> None:
     assert all(p.isfinite().all() for p in net.parameters())
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("healthy", [0, 2])
 def test_the_call_that_makes_lazy_parameters_cannot_be_undone(healthy: int) -> None:
     net = nn.ModuleList([nn.LazyLinear(1), nn.LazyLinear(1)])  # the second is never called
@@ -354,6 +355,19 @@ def test_the_call_that_makes_lazy_parameters_cannot_be_undone(healthy: int) -> N
     assert (report.step, report.found) == (healthy, "the loss is NaN")
     assert ("made lazy parameters" in report.note) == (healthy == 0)
     assert (report.fault is not None) == bool(net[0].weight.isfinite().all()) == (healthy > 0)
+
+
+def test_what_torch_cannot_check_or_write_is_left_alone() -> None:
+    """Parameters on meta and of float4, and a buffer of inference mode."""
+    packed = torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    net = nn.Linear(2, 1)
+    net.ghost, net.packed = nn.Linear(2, 2, device="meta"), nn.Parameter(packed, False)
+    with torch.inference_mode():
+        net.register_buffer("made", torch.ones(2))
+    step = catch(sgd(net), every=1)
+    step(torch.ones(1, 2))
+    assert report_of(step, torch.full((1, 2), BAD)).step == 1
+    assert net.weight.isfinite().all()
 
 
 def test_a_step_that_reads_other_batches_when_repeated_is_told() -> None:

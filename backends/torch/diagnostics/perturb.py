@@ -205,6 +205,7 @@ def has_values(t: torch.Tensor) -> bool:
         and not t.is_nested
         and not t.is_meta
         and not t.is_quantized
+        and t.dtype is not torch.float4_e2m1fn_x2  # two numbers in one, which torch does not cast
         and modes.is_plain(t)
         and modes.storage_key(t) != 0
     )
@@ -712,7 +713,7 @@ def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor
     """
     name, given = ran.func.overloadpacket.__name__, ran.reads
     sums: list[tuple[Any, list[torch.Tensor]]] = []
-    if name in _WEIGHTS and result[1].numel():  # it subtracts means
+    if name in _WEIGHTS and result[1].numel() and has_values(result[0]):  # it subtracts means
         t, lost = result[0], result[1] * result[2]
         means = norm_of(lost) / lost.numel() ** 0.5
         yield t, norm_of(t) * (1 + means**2).sqrt(), rounding.FUNCTION * _inside(t)

@@ -646,14 +646,17 @@ def test_what_cannot_be_in_probes_is_counted() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* beta state", "ignore:.* prototype stage")
 @pytest.mark.parametrize("probes", [0, 2])
-def test_sparse_and_nested_tensors_are_left_out(probes: int) -> None:
-    dense = torch.eye(3)
-    with record(None, probes=probes) as recorder:
+def test_what_has_no_numbers_of_its_own_is_left_out(probes: int) -> None:
+    dense, net = torch.eye(3), nn.Linear(3, 3)
+    packed = torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    net.register_buffer("packed", packed)
+    with record(None, net, probes=probes) as recorder:
+        packed.view(torch.uint8).view(torch.float4_e2m1fn_x2)
         for made in (dense.to_sparse(), dense.to_sparse_csr()):
             torch.zeros_like(made)
             made.copy_(made * 2)
         nested = torch.nested.as_nested_tensor([dense, dense[:2]])
-        nested.copy_(nn.Linear(3, 3)(nested).to(torch.bfloat16))
+        nested.copy_(nn.LayerNorm(3)(net(nested)).to(torch.bfloat16))
     assert recorder.record.steps[0].left_out["results that are sparse or wrapped"] > 0
 
 

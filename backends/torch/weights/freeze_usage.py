@@ -218,6 +218,9 @@ def leaves(tree: object, seen: frozenset[int] = frozenset()) -> Iterator[Any]:
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same dtype, shape, device, layout and bits."""
+    if a.is_nested or b.is_nested:
+        same_kind = a.is_nested == b.is_nested and a.layout == b.layout and a.size(0) == b.size(0)
+        return same_kind and all(map(same_bits, a.unbind(), b.unbind()))
     if a.dtype is not b.dtype or a.shape != b.shape or a.device != b.device:
         return False
     if not (_has_bits(a) and _has_bits(b)):
@@ -226,7 +229,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _has_bits(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_nested and not t.is_quantized
+    return t.layout is torch.strided and not t.is_quantized
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

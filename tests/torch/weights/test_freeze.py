@@ -339,6 +339,19 @@ def test_models_that_cannot_be_followed_are_refused(x: torch.Tensor) -> None:
         freeze(frozen_weights(nn.Linear(8, 8, device="meta")), (x,))
 
 
+@pytest.mark.filterwarnings("ignore:.* prototype stage")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_compared(x: torch.Tensor, layout: torch.layout) -> None:
+    nested = torch.nested.nested_tensor([x, x[:2]], layout=layout)
+    net = frozen_weights(nn.Linear(8, 8))
+    if layout is torch.strided:
+        net.register_buffer("nested", nested)
+    with autocast("cpu", torch.bfloat16):
+        expected = net(nested).unbind()
+    freeze(net, (nested,))
+    assert all(map(torch.equal, net(nested).unbind(), expected))
+
+
 def test_tensors_with_a_class_of_their_own_are_refused(x: torch.Tensor) -> None:
     class Odd(torch.Tensor):
         @classmethod

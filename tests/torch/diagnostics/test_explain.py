@@ -228,6 +228,12 @@ def test_a_gradient_that_nobody_asks_for_has_no_flops() -> None:
     assert forward == backward
 
 
+def test_a_part_on_meta_is_no_device_of_the_model(x: torch.Tensor) -> None:
+    model = nn.Linear(x.shape[-1], 4)
+    model.ghost = nn.Linear(2, 2, device="meta")
+    assert [call.run for call in polymp.explain(model, x, dtype="bfloat16")] == ["bfloat16"]
+
+
 def test_an_op_of_the_name_of_a_product_has_none() -> None:
     with torch.library._scoped_library("polymp_explain", "DEF") as library:
         library.define("bmm(float scale, Tensor a) -> Tensor")

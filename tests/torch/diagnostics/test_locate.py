@@ -594,6 +594,7 @@ def test_a_cast_that_overflows_in_a_decoding_is_no_input(mode: Any) -> None:
     assert "the rule fp32, with which this step was tried and is finite" in fault.remedy
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_parameters_that_the_step_makes_are_as_before_its_update() -> None:
     net = nn.ModuleList([nn.LazyLinear(1), nn.LazyLinear(1)])  # the second is never called
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)

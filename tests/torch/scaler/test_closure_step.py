@@ -254,6 +254,7 @@ class Stubborn(torch.optim.Optimizer):
                 p.sub_(p.grad)
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_lazy_parameters_may_get_their_values_in_the_closure() -> None:
     model, x = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 1)), torch.randn(8, 3)
     optimizer, own = torch.optim.SGD(model.parameters(), lr=0.125), scaler()

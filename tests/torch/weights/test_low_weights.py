@@ -420,6 +420,7 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules")
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_and_that_the_model_stays_as_it_was(name: str) -> None:
     call, error, message = REFUSED[name]

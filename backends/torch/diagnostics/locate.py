@@ -180,14 +180,18 @@ class LocateValues(Values):
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._steps: list[Snapshot] = []  # before those of optimizers
         self._dicts: list[tuple[Any, Any]] = []  # of scalers and schedulers, with copies
+        self._buffers: list[tuple[Any, Any]] = []  # of modules, likewise
 
     def begin(self) -> None:
         if not self._meeting.met:  # torch.compile warns of such a hook
             hook = register_module_forward_pre_hook(self._meeting.module)
             self.stream.callback(hook.remove)
-        alive = [*_alive(*_CHANGED, Optimizer, nn.Parameter)]
+        alive = [*_alive(*_CHANGED, Optimizer, nn.Parameter, nn.Module)]
         changed = [it for it in alive if isinstance(it, _CHANGED)]
         self._dicts = [(own, _copied(own)) for own in map(vars, changed)]
+        # A step may put another tensor in the place of a buffer; scripted modules have no dict.
+        buffers = (vars(it).get("_buffers") for it in alive if isinstance(it, nn.Module))
+        self._buffers = [(own, own.copy()) for own in buffers if isinstance(own, dict)]
         scheduled = [own["optimizer"] for own, _ in self._dicts if "optimizer" in own]
         self._steps.append(Snapshot(settings=scheduled, random_numbers=True))
         # `zero_grad` may drop gradients before any op runs.
@@ -255,7 +259,7 @@ class LocateValues(Values):
                     _bytes(memory)[: was.nbytes].copy_(was)
         for t, grad in self._grads.values():
             t.grad = grad
-        for own, was in self._dicts:
+        for own, was in (*self._dicts, *self._buffers):
             own.clear()
             own.update(was)
 

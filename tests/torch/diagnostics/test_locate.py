@@ -594,6 +594,19 @@ def test_a_cast_that_overflows_in_a_decoding_is_no_input(mode: Any) -> None:
     assert "the rule fp32, with which this step was tried and is finite" in fault.remedy
 
 
+def test_a_buffer_that_the_step_replaces_is_put_back() -> None:
+    net = nn.BatchNorm1d(3)
+    before = net.running_mean
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        net.running_mean = 0.9 * net.running_mean + x.mean(0)
+        return net(x).sum()
+
+    locate(step, torch.ones(2, 3))
+    assert net.running_mean is before
+    assert not before.any()
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_parameters_that_the_step_makes_are_as_before_its_update() -> None:
     net = nn.ModuleList([nn.LazyLinear(1), nn.LazyLinear(1)])  # the second is never called

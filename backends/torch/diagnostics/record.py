@@ -18,6 +18,7 @@ from itertools import chain
 from os import PathLike
 from typing import Any, NoReturn, Self
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -470,7 +471,8 @@ class _Step(Subscriber):
 
     def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
         if t.is_cpu:
-            array.summary = self._summaries.add(t.to(wide(t)).numpy(force=True))
+            # `numpy()` would forbid to resize the memory, for good.
+            array.summary = self._summaries.add(np.from_dlpack(t.to(wide(t)).resolve_neg()))
         else:
             array.summary = sums(t)
         array.changes = None if moved is None else changes(t, moved, self._room)

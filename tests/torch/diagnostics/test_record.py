@@ -660,6 +660,14 @@ def test_what_has_no_numbers_of_its_own_is_left_out(probes: int) -> None:
     assert recorder.record.steps[0].left_out["results that are sparse or wrapped"] > 0
 
 
+@pytest.mark.parametrize("probes", [0, 2])
+def test_memory_may_be_resized_in_the_block_and_later(probes: int) -> None:
+    net = nn.Linear(3, 3)
+    with record(None, net, probes=probes), torch.no_grad():
+        net(torch.zeros(2).resize_(4, 3).fill_(1.0))
+    net.weight.untyped_storage().resize_(0)
+
+
 @pytest.mark.filterwarnings("ignore:Lazy modules")
 def test_an_optimizer_may_have_a_parameter_that_no_call_has_made() -> None:
     model = nn.ModuleList([nn.Linear(3, 3), nn.LazyLinear(3)])

@@ -471,8 +471,9 @@ class _Step(Subscriber):
 
     def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
         if t.is_cpu:
-            # `numpy()` would forbid to resize the memory, for good.
-            array.summary = self._summaries.add(np.from_dlpack(t.to(wide(t)).resolve_neg()))
+            # `numpy()` would forbid to resize the memory, for good; dynamo traces only that.
+            compiling, own = torch.compiler.is_compiling(), t.to(wide(t)).resolve_neg()
+            array.summary = self._summaries.add(own.numpy() if compiling else np.from_dlpack(own))
         else:
             array.summary = sums(t)
         array.changes = None if moved is None else changes(t, moved, self._room)

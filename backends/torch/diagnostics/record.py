@@ -359,8 +359,9 @@ class _Step(Subscriber):
         norm = self._probes.after(ran, result)
         results = [t for t in made or into if t.is_floating_point() and has_values(t)]
         lists, copies = ran.facts.lists, bool(ran.facts.copies_as)
-        if ran.casts and op_call.op == "to" and made:  # by the program itself, and no region
-            copies = made[0].itemsize > ran.reads[0].itemsize
+        if ran.casts and op_call.op == "to" and any(array.op_call for array in self._reads):
+            # By the program itself, and no region; of inputs and weights it is as one of a region.
+            copies = not made or made[0].itemsize > ran.reads[0].itemsize
         # In a backward pass some make no gradient, such as the factor 2 * x of a square.
         computes = op_call.direction != BACKWARD or ran.gradient
         computes = computes and not (lists or copies)

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from polymp.backends.torch.autocast import dtype_names, kernel_registry, regions
+from polymp.backends.torch.autocast import dtype_names, kernel_registry, regions, torch_table
 from polymp.backends.torch.compat import accelerators, dynamo
 from polymp.errors import PolicyError
 from polymp.rules import policy_files
@@ -202,7 +202,7 @@ def _ready(
 
 def _supported(device: str, dtype: torch.dtype, enabled: bool) -> bool:
     """Return `enabled`; False, with torch.amp's warning, where the dtype is not supported."""
-    private = accelerators.private_dtypes(device)
+    private = None if device in torch_table.DEVICES else accelerators.private_dtypes(device)
     dtypes = [torch.bfloat16, torch.float16] if private is None else private
     if not enabled:
         return enabled

@@ -5,13 +5,16 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+from torch._C import DisableTorchFunctionSubclass as without_classes
 from torch._C import _is_torch_function_mode_enabled as are_functions_watched
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from polymp.backends.torch.compat.dynamo import no_frame
 
-__all__ = ["OpMode", "are_functions_watched"]  # True under a TorchFunctionMode
+# True under a TorchFunctionMode; a context in which tensor classes override no function: those of
+# lazy parameters refuse hooks.
+__all__ = ["OpMode", "are_functions_watched", "without_classes"]
 
 
 # The arguments of `OpMode.op`.

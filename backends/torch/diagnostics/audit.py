@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher, dynamo
+from polymp.backends.torch.compat import dispatcher, dynamo, modes
 from polymp.backends.torch.diagnostics.op_call import CallSite, OpCall, Own, Ran
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.values import (
@@ -251,7 +251,7 @@ class AuditValues(Values):
         for name, p in self._model.named_parameters() if self._model is not None else ():
             if p.requires_grad:
                 name = dynamo.plain_name(name)
-                with torch._C.DisableTorchFunctionSubclass():  # where lazy parameters refuse hooks
+                with modes.without_classes():  # those of lazy parameters refuse hooks
                     hook = p.register_post_accumulate_grad_hook(
                         lambda p, name=name: self._gradient(name, p.grad)
                     )

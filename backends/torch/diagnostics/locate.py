@@ -179,8 +179,8 @@ class LocateValues(Values):
         self._written: dict[int, tuple[torch.UntypedStorage, torch.Tensor]] = {}
         self._grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self._steps: list[Snapshot] = []  # before those of optimizers
-        self._dicts: list[tuple[Any, Any]] = []  # of scalers and schedulers, with copies
-        self._buffers: list[tuple[Any, Any]] = []  # of modules, likewise
+        # Of scalers and schedulers, and the buffers of modules, with copies.
+        self._dicts: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
         if not self._meeting.met:  # torch.compile warns of such a hook
@@ -189,9 +189,6 @@ class LocateValues(Values):
         alive = [*_alive(*_CHANGED, Optimizer, nn.Parameter, nn.Module)]
         changed = [it for it in alive if isinstance(it, _CHANGED)]
         self._dicts = [(own, _copied(own)) for own in map(vars, changed)]
-        # A step may put another tensor in the place of a buffer; scripted modules have no dict.
-        buffers = (vars(it).get("_buffers") for it in alive if isinstance(it, nn.Module))
-        self._buffers = [(own, own.copy()) for own in buffers if isinstance(own, dict)]
         scheduled = [own["optimizer"] for own, _ in self._dicts if "optimizer" in own]
         self._steps.append(Snapshot(settings=scheduled, random_numbers=True))
         # `zero_grad` may drop gradients before any op runs.
@@ -207,6 +204,9 @@ class LocateValues(Values):
             if self._scale_by != 1.0:
                 with Own():
                     own[name] = own[name] * self._scale_by
+        # A step may put another tensor in the place of a buffer; scripted modules have no dict.
+        buffers = (vars(it).get("_buffers") for it in alive if isinstance(it, nn.Module))
+        self._dicts += [(own, own.copy()) for own in buffers if isinstance(own, dict)]
 
     @property
     def has_talked(self) -> bool:
@@ -259,7 +259,7 @@ class LocateValues(Values):
                     _bytes(memory)[: was.nbytes].copy_(was)
         for t, grad in self._grads.values():
             t.grad = grad
-        for own, was in (*self._dicts, *self._buffers):
+        for own, was in self._dicts:
             own.clear()
             own.update(was)
 

@@ -57,6 +57,14 @@ def test_a_function_mode_is_noticed():
         assert modes.are_functions_watched()
 
 
+def test_without_classes_lazy_parameters_take_hooks():
+    p = torch.nn.UninitializedParameter()
+    with pytest.raises(ValueError, match="uninitialized parameter"):
+        p.register_post_accumulate_grad_hook(print)
+    with modes.without_classes():
+        p.register_post_accumulate_grad_hook(print)
+
+
 class Mode(modes.OpMode):
     """Notes the ops that run, and whether dynamo is compiling then."""
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from polymp.diagnostics.alignment import blocks, shared_name
 from polymp.diagnostics.call_record import BACKWARD
-from polymp.diagnostics.rounding import effect, exact, factor
+from polymp.diagnostics.rounding import CHANCE, effect, exact, factor
 from polymp.diagnostics.run_record import (
     AMAX,
     COMPILED,
@@ -54,6 +54,7 @@ _FAR = 20.0  # times what a mean is allowed to be off, and the root of the numbe
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
+_FEW = 16  # elements, of which two are too many
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
 
 # How a pair of arrays compares.
@@ -136,6 +137,7 @@ class Side:
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
         inputs = [i for i, a in enumerate(step.arrays) if a.kind == INPUT]
         self.input_bits = {i: 1 << n for n, i in enumerate(inputs)}
+        self.inputs = {step.arrays[i].name: i for i in inputs}
         groups: dict[tuple[str, int], list[int]] = {}
         self.readers: list[list[int]] = [[] for _ in step.arrays]
         for i, a in enumerate(step.arrays):
@@ -192,6 +194,10 @@ class Side:
     def above_noise(self, i: int) -> bool:
         """True if an array is more than rounding, which the gradient of a key's bias is."""
         return i not in self.unjudged and not self.spread[i][RMS] > _NOISE * self.rms[i]
+
+    def varies(self, i: int) -> bool:
+        """True if not all elements of an array are the same, by which their order is known."""
+        return bool(self.rms[i] - abs(self.values[i][MEAN]) > _ERROR * self.rms[i])
 
     def masks(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
@@ -252,10 +258,9 @@ class Pairs:
         self.partner |= self.ends
         self.partners |= {*self.ends.values()}
         # Weights that were `held` against each other in the step before, by their names.
-        inputs = {a.name: j for j, a in enumerate(other.arrays) if a.kind == INPUT}
         for i, array in enumerate(one.arrays):
             k = self._update_of(i) if array.kind == UPDATE else self._other_mask(i)
-            k = inputs.get(held.get(array.name, "")) if array.kind == INPUT else k
+            k = other.inputs.get(held.get(array.name, "")) if array.kind == INPUT else k
             if i not in self.partner and k is not None and k not in self.partners:
                 self.partner[i] = k
                 self.partners.add(k)
@@ -321,12 +326,30 @@ class Pairs:
             # rounding, an element jumps: each may, and two that no probe has shown are let pass.
             jump = 2 * max(one.values[AMAX], other.values[AMAX])
             allowed[ELEMENTS] += jump
-            if not ordered:
-                allowed[ORDERLESS] += 2 * jump / one.size
+            jumps = self._jumps(i, j)
+            if not ordered or jumps > 2:
+                allowed[ORDERLESS] += max(jumps, 2) * jump / one.size
+                allowed[PROJECTIONS] += jumps * jump / math.sqrt(one.size)
             elif _of_two_elements(difference[PROJECTIONS], float(allowed[PROJECTIONS].max())):
                 allowed = np.maximum(allowed, difference)
         part = slice(0, VALUES) if ordered else ORDERLESS
         return difference[part], allowed[part]
+
+    def _jumps(self, i: int, j: int) -> int:
+        """How many elements of an update may jump that no probe has shown.
+
+        The sign of a gradient turns where it is as small as its noise: a Poisson number of them, of
+        which probes show some where one is likely.
+        """
+        noise = 0.0
+        for side, at in ((self.one, i), (self.other, j)):
+            read = [r for r in side.arrays[at].reads if side.rms[r] and r not in side.unjudged]
+            shares = (side.spread[r][PROJECTIONS.start] / side.rms[r] for r in read)
+            noise = math.hypot(noise, max(shares, default=0.0))
+        rate = float(self.one.sizes[i]) * noise / math.pi
+        if rate > 1:
+            return 0
+        return next(k for k in range(10) if rate ** (k + 1) < CHANCE * math.factorial(k + 1))
 
     def _other_mask(self, i: int) -> int | None:
         """The masked scores of the other run where those of the first have no twin; None of others.
@@ -367,8 +390,14 @@ class Pairs:
         """
         one, other, mine = self.one.arrays[i], self.other.arrays[j], self.one.values[i]
         if self.by_values:
-            if one.kind in (GRADIENT, UPDATE) and (self.one.compiled or self.other.compiled):
-                return False  # it adds up in float32 where torch's norms do in float64
+            if one.kind in (GRADIENT, UPDATE):
+                if self.one.compiled or self.other.compiled:
+                    return False  # it adds up in float32 where torch's norms do in float64
+                # The order is that of the weight; Adam's first update has two values alone.
+                k, n = self.one.inputs.get(one.name), self.other.inputs.get(other.name)
+                if k is not None and n is not None and self.twins.get(k) == n:
+                    if self.one.varies(k):
+                        return self._in_order(k, n, self.differences(k, n)[1][RMS])
             ends = [{*itertools.accumulate(a.shape, operator.mul)} for a in (one, other)]
             off = ((mine - self.other.values[j])[PROJECTIONS.start :] ** 2).mean()
             most = _IN_ORDER**2 * (mine[RMS] ** 2 - mine[MEAN] ** 2)
@@ -594,7 +623,7 @@ class Pairs:
         if mean > limit:  # what is off is not some elements alone
             ends = mean, limit
         # Two elements, which may jump, are too much of a few: of these, no values agreed.
-        few = one.kind == UPDATE and one.size < _POOLED and self.twins.get(i) != j
+        few = one.kind == UPDATE and one.size < _FEW and self.twins.get(i) != j
         verdict = UNEXPLAINED if share > 1 or few else EXPLAINED
         if not known:
             verdict, ends, share = UNJUDGED, (mean, math.inf), 0.0

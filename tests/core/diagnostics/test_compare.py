@@ -450,7 +450,7 @@ def test_updates_of_one_parameter_stand_beside_each_other(swapped: bool) -> None
     assert found.first.one is not None
     assert found.first.other is not None
     assert {found.first.one.name, found.first.other.name} == {"blocks.0.weight", "p.weight"}
-    assert found.first.difference == pytest.approx(0.2, rel=0.01)
+    assert found.first.difference == pytest.approx(0.2, rel=0.2)  # of eight projections
     assert any(row is found.first for row in found.rows)
     same = record(stepped(1e-3, 2, "p."), framework="jax", name="jax.rec")
     assert polymp.compare(one, same).explained
@@ -511,6 +511,47 @@ def test_elements_of_an_update_may_jump_where_a_few_probes_have_others_that_do()
 
     assert polymp.compare(stepped(0), stepped(4)).explained
     assert polymp.compare(stepped(0), stepped(2000)).first is not None
+
+
+def test_elements_of_an_update_may_jump_that_no_probe_has_shown() -> None:
+    """One may in any run of 16 probes that show none, beside much noise of the others."""
+
+    def stepped(turned: int) -> RunRecord:
+        gradient = ("linear", "blocks.0.linear", lambda w: normal(9, SIZE), (1,))
+        update = ("step", "", lambda g: 1e-3 * np.sign(np.arange(g.size) - turned + 0.5), (6,))
+        ran = arrays([*calls(1), gradient, update], 1)
+        ran[-2] = ran[-2]._replace(spread=(2e-3,) * 20)
+        ran[-1] = ran[-1]._replace(kind=UPDATE, name=ran[1].name, spread=(4e-6,) * 20)
+        return record(ran)
+
+    for turned, explained in ((1, True), (3, True), (64, False)):
+        assert polymp.compare(stepped(0), stepped(turned)).explained == explained
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_an_update_has_its_elements_in_the_order_of_its_weight(transposed: bool) -> None:
+    """Adam's first update has two values alone: eight of them may agree by chance."""
+
+    def stepped(framework: str, seed: int, turn: bool) -> RunRecord:
+        def turned(array: Any) -> Any:
+            return array.T if turn else array
+
+        def signs(_: Any) -> Any:
+            shape = SIZE, SIZE
+            return turned(1e-3 * np.sign(np.random.default_rng(seed).standard_normal(shape)))
+
+        program = [
+            ("operand 1 of norm", "", lambda: normal(0, 8), ()),
+            ("weight", "net", lambda: turned(normal(1, SIZE)), ()),
+            ("linear", "net", lambda x, w: x @ turned(w), (0, 1)),
+            ("step", "net", signs, (1,)),
+        ]
+        ran = arrays(program, 1)
+        ran[-1] = ran[-1]._replace(kind=UPDATE, name=ran[1].name, source="", spread=(5e-7,) * 20)
+        return record(ran, framework=framework, name=framework)
+
+    other = stepped("jax", 355 if transposed else 356, transposed)
+    assert polymp.compare(stepped("torch", 355, False), other).explained == transposed
 
 
 # --- ranks, and records that cannot be compared ---------------------------------------------------

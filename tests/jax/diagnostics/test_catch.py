@@ -109,7 +109,7 @@ def test_the_report_ends_with_what_may_help() -> None:
         assert str(raised.value.report).endswith(raised.value.report.remedy)
 
 
-@settings(max_examples=size(4, 24), deadline=None)
+@settings(max_examples=size(4, 12), deadline=None)
 @given(
     bad=st.lists(st.booleans(), min_size=1, max_size=10),
     every=st.integers(1, 4),

@@ -561,38 +561,25 @@ class Pairs:
         return masks | {i for i in inputs if calls.isdisjoint(self.one.readers[i])}
 
     def _not_comparable(self, mine: Side, theirs: Side, pairs: Mapping[int, int]) -> set[int]:
-        """Updates and gradients that one run alone can have, and what these alone read.
-
-        The other run has not their inputs, as weights that it packs into one. Nothing tells inputs
-        of equal numbers apart, as zeros: if one run has more of them, some are new. Between other
-        programs the state of an optimizer counts, too; and of a port the gradients of the model's
-        input, of which torch has none, and of arrays of which the first run has none.
-        """
-        inputs = [mine.arrays[i] for i in mine.input_bits]
-        given = {theirs.arrays[j].name for j in theirs.input_bits if theirs.arrays[j].source}
-        alike: dict[tuple[Any, ...], set[str]] = {(a.size, a.values): set() for a in inputs}
-        counts = Counter((a.size, a.values) for a in inputs)
-        for a in (theirs.arrays[j] for j in theirs.input_bits):
-            alike.setdefault((a.size, a.values), set()).add(a.name)
-        same: dict[str, set[str]] = {}  # by name of an input, those of the other run
-        for i, a in zip(mine.input_bits, inputs, strict=True):
-            numbers = a.size, a.values
-            paired = {theirs.arrays[pairs[i]].name} if i in pairs else set[str]()
-            more = counts[numbers] > max(len(alike[numbers]), 1)
-            same[a.name] = set() if more else (alike[numbers] | paired) - given
+        """Updates and gradients that one run alone can have, and what these alone read."""
+        known = _counterparts(mine, theirs, pairs)
         graded = {a.name for a in theirs.arrays if a.kind == GRADIENT}
-        returned = self.ported and mine is self.other
-        there = self.found | self.partners if theirs is self.other else pairs.values()
-        lost = {_group(a) for j, a in enumerate(theirs.arrays) if j not in there}
+        of_port = self.ported and mine is self.other
+        found = self.found | self.partners if theirs is self.other else pairs.values()
+        lacked = {_group(a) for j, a in enumerate(theirs.arrays) if j not in found}
         left: set[int] = set()
         for i in reversed(range(len(mine.arrays))):
             a, readers = mine.arrays[i], mine.readers[i]
-            known = same.get(a.name, set() if returned else {a.name})
-            if returned and a.kind == GRADIENT:
-                known = known & graded
-            state = a.kind == UPDATE and self.by_values and _group(a) not in lost
-            end = state or (a.kind in (GRADIENT, UPDATE) and not known)
-            if i not in pairs and (end or (readers and left.issuperset(readers))):
+            if i in pairs:
+                continue
+            end = a.kind in (GRADIENT, UPDATE)
+            # What a port returns need not be of an input; it may have gradients of which the first
+            # run has none.
+            names = known.get(a.name, set() if of_port else {a.name})
+            alone = not (names & graded if of_port and a.kind == GRADIENT else names)
+            # Another program has other state in its optimizer, if it lacks no update.
+            state = a.kind == UPDATE and self.by_values and _group(a) not in lacked
+            if (end and alone) or state or (readers and left.issuperset(readers)):
                 left.add(i)
         return left
 
@@ -728,6 +715,31 @@ def _alone(side: Side, other: Side, passed: set[int], failed: set[tuple[str, ...
         passes = i in passed or a.kind == INPUT or part(a) in lacking
         verdicts.append(PASSED if passes else UNJUDGED if i in lost else ALONE)
     return verdicts
+
+
+def _counterparts(mine: Side, theirs: Side, pairs: Mapping[int, int]) -> dict[str, set[str]]:
+    """By name of an input of one run, the inputs of the other with its numbers, or its partner.
+
+    There are none of what the other run packs into one weight. If one run has more inputs of equal
+    numbers, as zeros, some are new, and nothing tells which. Of the model's input, which has
+    a line of the program in torch, the other run may have no gradient.
+    """
+
+    def numbers(side: Side) -> list[tuple[RecordedArray, Any]]:
+        inputs = (side.arrays[i] for i in side.input_bits)
+        return [(a, (a.size, a.values)) for a in inputs]
+
+    counts = Counter(key for _, key in numbers(mine))
+    alike: dict[Any, set[str]] = {}
+    for a, key in numbers(theirs):
+        alike.setdefault(key, set()).add(a.name)
+    given = {a.name for a, _ in numbers(theirs) if a.source}
+    found: dict[str, set[str]] = {}
+    for i, (a, key) in zip(mine.input_bits, numbers(mine), strict=True):
+        names = alike.get(key, set())
+        paired = {theirs.arrays[pairs[i]].name} if i in pairs else set()
+        found[a.name] = set() if counts[key] > max(len(names), 1) else (names | paired) - given
+    return found
 
 
 def _losses(side: Side, other: Side) -> list[int]:

@@ -21,7 +21,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from polymp.backends.torch.compat import distributed, tree_flatten, tree_leaves, tree_unflatten
+from polymp.backends.torch.compat import (
+    distributed,
+    optimizers,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from polymp.backends.torch.compat.dynamo import plain_name
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
@@ -235,8 +241,8 @@ class StateCopy(TrainingState):
         """Return the parameters that optimizers write, and these' states, by name."""
         found: Named = {}
         for it in self.objects.optimizers:
-            own = [p for group in it.param_groups for p in group["params"]]
-            found |= {f"the weight {self._names[id(p)]}": p for p in own if id(p) in self._names}
+            own = (p for p in optimizers.parameters(it) if id(p) in self._names)
+            found |= {f"the weight {self._names[id(p)]}": p for p in own}
         for it in self.objects.optimizers:
             for p in it.state:
                 state = moments(it, self._names.get(id(p), "a tensor"), p)

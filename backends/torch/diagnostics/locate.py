@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from polymp.backends.torch.compat import dispatcher, distributed, modes, tree_leaves
+from polymp.backends.torch.compat import dispatcher, distributed, modes, optimizers, tree_leaves
 from polymp.backends.torch.diagnostics.op_call import OpFacts, Own, Ran, tensors
 from polymp.backends.torch.diagnostics.op_stream import OpStream
 from polymp.backends.torch.diagnostics.perturb import wide
@@ -244,7 +244,7 @@ class LocateValues(Values):
 
     def stepping(self, optimizer: Optimizer, closure: bool) -> None:
         super().stepping(optimizer, closure)  # first: it has the stream look away
-        params = [p for group in optimizer.param_groups for p in group["params"]]
+        params = optimizers.parameters(optimizer)
         grads = [(p, p.grad) for p in params if p.grad is not None]  # a fused step may scale them
         old = [p for p, grad in grads if not self._is_own(grad)]
         self._steps.append(Snapshot(params, grads=old, optimizers=[optimizer]))

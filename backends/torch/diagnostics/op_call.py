@@ -173,6 +173,8 @@ class Ran:
     @property
     def unread(self) -> set[int]:
         """The identities of tensors that it writes and does not read."""
+        if not self.facts.writes:
+            return set()
         into = {*map(id, self.into)}
         whole = self.func is torch.ops.aten.copy_.default or self.facts.draws
         return into if whole else into & {*map(id, self.kwargs.values())}

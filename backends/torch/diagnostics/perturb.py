@@ -331,8 +331,8 @@ class Probes:
         self._blind, self._lost = False, {}
         if not self.left_out[FAILS]:
             return
-        over = ran.unread if ran.facts.writes else set()
-        over = {id(t) for t in ran.into if id(t) in over and _covers(t)}
+        unread = ran.unread
+        over = {id(t) for t in ran.into if id(t) in unread and _covers(t)}
         given = [*ran.args, *ran.kwargs.values()]
         lists = [x for x in given if ran.facts.lists and isinstance(x, (list, tuple))]
         alone = tensors([x for x in given if not any(x is y for y in lists)])

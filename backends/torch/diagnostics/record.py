@@ -25,7 +25,7 @@ import torch.nn as nn
 from torch.nn.parameter import is_lazy
 
 from polymp.backends.torch.autocast import dtype_names
-from polymp.backends.torch.compat import dispatcher, distributed, dynamo, modes
+from polymp.backends.torch.compat import dispatcher, distributed, dynamo, modes, optimizers
 from polymp.backends.torch.diagnostics.op_call import (
     OpCall,
     Own,
@@ -285,7 +285,7 @@ class _Step(Subscriber):
             last, writes = self._last, ran.facts.writes
             if last is not None and (writes or last[0].op_call is not ran.op_call):
                 self._sum_up()
-            self._reads, unread = {}, ran.unread if writes else ()
+            self._reads, unread = {}, ran.unread
             self._note_writes(ran)
             for at, t in enumerate(tensors(*ran.args, *ran.kwargs.values())):
                 if id(t) not in unread:
@@ -567,7 +567,7 @@ class _Step(Subscriber):
 
     def _own(self, optimizer: torch.optim.Optimizer) -> list[str]:
         """Return the model's parameters that an optimizer changes."""
-        ours = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        ours = {*map(id, optimizers.parameters(optimizer))}
         own = (name for name, p in self._parameters.items() if id(p) in ours)
         return [*filter(self._is_here, own)]
 

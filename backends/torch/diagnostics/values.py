@@ -438,7 +438,7 @@ class Values(Subscriber):
         place = ran.op_call.place
         if ran.facts.writes and ran.op_call.direction == BACKWARD and not place.source:
             self._provenance.accumulated(ran.reads[0])
-        over = ran.unread if ran.facts.writes else ()  # of torch.empty, whose numbers are of no one
+        over = ran.unread  # of torch.empty, whose numbers are of no one
         origins = []
         for t in ran.reads:
             if id(t) not in over:

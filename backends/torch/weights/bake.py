@@ -5,6 +5,7 @@ first.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -203,13 +204,16 @@ class Trace:
             self._apart = outer
 
     def _acts_in(self, parts: Function, devices: list[str]) -> bool:
-        """Run them with autocast and without: do other ops reach the device?"""
-        with torch.no_grad(), _Reached() as inside:
+        """Run them with autocast and without: do other ops reach the device, until one fails?
+
+        Without it, dtypes may not fit; either way a kernel may read a tensor, which has no memory.
+        """
+        with torch.no_grad(), suppress(Exception), _Reached() as inside:
             parts()
         off = dispatcher.ExcludeKeys(dispatcher.autocast_keys(devices))
-        with torch.no_grad(), _Reached() as outside, off:
+        with torch.no_grad(), suppress(Exception), _Reached(inside.seen) as outside, off:
             parts()
-        if inside.seen() != outside.seen():
+        if inside.seen != outside.seen:
             return True
         deeper = (self._parts(op, devices, *given) for op, *given in inside.calls)
         return any(each is not None and self._acts_in(each, devices) for each in deeper)
@@ -245,20 +249,21 @@ def _kernel(op: modes.Op, device: str) -> Function | None:
 
 
 class _Reached(modes.OpMode):
-    """Notes the ops that reach the device, and their arguments."""
+    """Notes the ops that reach the device, and their arguments; stops when they are not `like`."""
 
-    def __init__(self) -> None:
+    def __init__(self, like: list[Any] | None = None) -> None:
         super().__init__()
         self.calls: list[tuple[modes.Op, Any, Any]] = []
+        self.seen: list[Any] = []  # the ops, each with the dtypes it is called with
+        self.like = like
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
         if func.namespace != "prim":  # these read a tensor's device or layout
             self.calls.append((func, args, kwargs))
+            self.seen.append((func, [t.dtype for t in tensors((args, kwargs))]))
+            if self.like is not None and self.seen != self.like[: len(self.seen)]:
+                raise RuntimeError("autocast acts")  # torch would log why the op fails without it
         return func(*args, **kwargs)
-
-    def seen(self) -> list[Any]:
-        """Return the ops, each with the dtypes it was called with."""
-        return [(op, [t.dtype for t in tensors(inputs)]) for op, *inputs in self.calls]
 
 
 def _enabled(tensors: Sequence[torch.Tensor]) -> list[str]:

@@ -338,13 +338,18 @@ USES: dict[str, tuple[Callable[..., torch.Tensor], Any]] = {
     "a cast without gradients": (without_gradients_first, REGIONS["torch"]),
     "numbers": (lambda layer, x: (layer(x) * 3 + 1) / 2, lambda: autocast("cpu", policy=NUMBERS)),
     "checkpointed parts": (checkpointed, REGIONS["own"]),
+    # Without autocast, its parts would get two dtypes.
+    "einsum": (lambda layer, x: torch.einsum("ij,kj->ik", layer(x), x), REGIONS["torch"]),
+    # Its kernel reads a tensor that it makes.
+    "repeat": (lambda layer, x: layer(x).repeat(1, 2), REGIONS["torch"]),
 }
 
 
 @pytest.mark.parametrize("use", USES)
-def test_uses_of_a_layer(use, x):
+def test_uses_of_a_layer(use, x, capfd):
     function, region = USES[use]
     check(Uses(function), x, region=region)
+    assert capfd.readouterr().err == ""
 
 
 def test_inputs_by_keyword(x):

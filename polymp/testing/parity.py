@@ -421,6 +421,10 @@ def _prepared(x: Any, path: str) -> Any:
             f"input {path} is {type(x).__module__}.{type(x).__name__}. Give arrays, numbers, and "
             "lists, tuples and dicts of them."
         )
+    if str(x.dtype).startswith("key<"):
+        raise TypeError(
+            f"input {path} is a random key of JAX. Write it into the function: lambda x: fn(x, key)"
+        )
     if hasattr(x, "detach"):
         x = x.detach().cpu()
     if str(x.dtype) == "torch.bfloat16":  # numpy has none of its own

@@ -282,6 +282,8 @@ def test_bad_arguments() -> None:
     said = r"assert_parity\(\): dtype 'float8' is not a float dtype that polymp knows"
     with pytest.raises(ValueError, match=said):
         assert_parity(in_torch, in_jax, [X, W], dtype="float8")
+    with pytest.raises(TypeError, match=r"input \[1\] is a random key of JAX. Write it into"):
+        assert_parity(in_torch, in_jax, [X, jax.random.key(0)])
     with pytest.raises(ValueError, match="probes=1"):
         assert_parity(in_torch, in_jax, [X, W], probes=1)
     with pytest.raises(TypeError, match="assert_parity: jax_fn is no function: 3"):

@@ -1,7 +1,8 @@
 """The front end of torch.compile and torch.export: functions that it skips; regions in graphs."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from types import FunctionType
 from typing import Any, TypeVar
@@ -164,6 +165,17 @@ def unrecorded() -> Any:
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
     return disable_proxy_modes_tracing()
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """A context for ops that are not run again: torch.export learns nothing of sizes, either."""
+    from torch._guards import detect_fake_mode
+
+    fake: Any = detect_fake_mode()
+    sizes = fake.shape_env
+    with unrecorded(), sizes.ignore_fresh_unbacked_symbols(), sizes.suppress_guards():
+        yield
 
 
 def without_recorder() -> Any:

@@ -193,7 +193,7 @@ class Trace:
         """Run the parts of an op, if autocast acts on ops in them; else return NotImplemented."""
         if parts is None:
             return NotImplemented
-        with dynamo.unrecorded():
+        with dynamo.trial():
             acts = self._acts_in(parts, devices)
         if not acts:
             return NotImplemented
@@ -231,8 +231,6 @@ class Trace:
             return None
         if not any(t.is_floating_point() for t in tensors((args, kwargs))):
             return None
-        if {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & {*op.tags}:
-            return None  # each try would make symbols for sizes that no op uses
         return partial(dispatcher.called_at(op, key), *args, **kwargs)
 
 
@@ -258,7 +256,7 @@ class _Reached(modes.OpMode):
         self.like = like
 
     def op(self, func: modes.Op, types: modes.Types, args: modes.Args, kwargs: modes.Kwargs) -> Any:
-        if func.namespace != "prim":  # these read a tensor's device or layout
+        if dispatcher.is_dispatched(func):  # the others read a tensor's device, layout or sizes
             self.calls.append((func, args, kwargs))
             self.seen.append((func, [t.dtype for t in tensors((args, kwargs))]))
             if self.like is not None and self.seen != self.like[: len(self.seen)]:

@@ -266,6 +266,14 @@ def test_shapes_may_be_dynamic(x):
         assert same(program.module()(more), expected)
 
 
+def test_dynamic_shapes_stay_so_where_a_kernel_reads_sizes(x):
+    model, rows = Uses(lambda layer, x: layer(x).repeat(2, 1, 1)), torch.export.Dim("rows")
+    with autocast("cpu"):
+        program = bake(model, (x[None],), dynamic_shapes=({1: rows},))
+        expected = model(torch.cat([x, x])[None])
+    assert same(program.module()(torch.cat([x, x])[None]), expected)
+
+
 class Nested(nn.Module):
     """Regions inside the model: off, torch.amp's own in another dtype, and one with a policy."""
 
@@ -343,6 +351,17 @@ USES: dict[str, tuple[Callable[..., torch.Tensor], Any]] = {
     # Its kernel reads a tensor that it makes.
     "repeat": (lambda layer, x: layer(x).repeat(1, 2), REGIONS["torch"]),
 }
+
+
+def test_a_custom_op_may_read_values_in_its_kernel(x):
+    """A try of its parts leaves no symbols behind, for sizes that no op in the program has."""
+
+    @torch.library.custom_op("baketest::groups", mutates_args=())
+    def groups(x: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+        return torch.cat([rows * 2 for rows in x.split(sizes.tolist())])
+
+    groups.register_fake(lambda x, sizes: torch.empty_like(x))
+    check(Uses(lambda layer, x: groups(layer(x), torch.tensor([1, len(x) - 1]))), x, graded=False)
 
 
 @pytest.mark.parametrize("use", USES)

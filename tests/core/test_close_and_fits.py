@@ -99,6 +99,16 @@ def test_a_wrong_gradient_fails_though_the_result_is_right(fw: Any) -> None:
     assert_close(stopped, lambda x, w: x @ w, *inputs, grads=False)
 
 
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_gradients_are_compared_by_a_caller_who_records_none(torch: Any, mode: str) -> None:
+    x = torch.tensor(X)
+    with getattr(torch, mode)():
+        assert_close(torch.sin, torch.sin, x)
+        with pytest.raises(ParityError, match=r"gradient of input\[0\]: off by"):
+            assert_close(torch.sin, lambda x: x.sin() + x - x.detach(), x)
+        assert not torch.is_grad_enabled()
+
+
 def test_random_numbers_are_the_same_in_all_runs(torch: Any) -> None:
     """Else masks of dropout would pass for rounding, and fill the tolerance."""
     drop, x = torch.nn.Dropout(), torch.tensor(X)

@@ -121,6 +121,9 @@ class Program:
 
     def run(self, follower: AbstractContextManager[object] | None = None) -> Run:
         """Run the function, and differentiate it, in a context that follows its ops."""
+        if self._cotangent is not None and not torch.is_grad_enabled():  # by who asks for gradients
+            with torch.inference_mode(False), torch.enable_grad():
+                return self.run(follower)
         made = {path: tensor(x) for path, x in rounding.arrays(self._tree).items()}
         inputs: dict[str, torch.Tensor] = {}
         if self._cotangent is not None:

@@ -109,6 +109,19 @@ def test_gradients_are_compared_by_a_caller_who_records_none(torch: Any, mode: s
         assert not torch.is_grad_enabled()
 
 
+def test_a_result_that_is_a_buffer_is_that_of_the_call(torch: Any) -> None:
+    """And not what is put back afterwards."""
+
+    def normed(momentum: float) -> Any:
+        norm = torch.nn.BatchNorm1d(8, momentum=momentum)
+        return lambda x: (norm(x), norm.running_mean)[1]
+
+    x = torch.tensor(X)
+    assert_close(normed(0.1), normed(0.1), x)
+    with pytest.raises(ParityError, match="result: off by"):
+        assert_close(normed(0.2), normed(0.1), x)
+
+
 def test_random_numbers_are_the_same_in_all_runs(torch: Any) -> None:
     """Else masks of dropout would pass for rounding, and fill the tolerance."""
     drop, x = torch.nn.Dropout(), torch.tensor(X)

@@ -136,16 +136,17 @@ class Program:
         # Random numbers and buffers are the same in all runs: others would pass for how far
         # rounding moves it.
         kept = buffers_kept(self._fn)
-        with kept, torch.random.fork_rng(devices=()), follower or nullcontext():
+        with kept, torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(0)
-            with region:
-                results = rounding.results(self._fn(*args, **kwargs), "torch")
-            gradients = self._gradients(results, inputs) if inputs else {}
-        return Run(
-            {path: _array(t) for path, t in results.items()},
-            {path: _array(g) for path, g in gradients.items()},
-            {path: str(t.dtype).removeprefix("torch.") for path, t in results.items()},
-        )
+            with follower or nullcontext():
+                with region:
+                    results = rounding.results(self._fn(*args, **kwargs), "torch")
+                gradients = self._gradients(results, inputs) if inputs else {}
+            return Run(
+                {path: _array(t) for path, t in results.items()},
+                {path: _array(g) for path, g in gradients.items()},
+                {path: str(t.dtype).removeprefix("torch.") for path, t in results.items()},
+            )
 
     def _gradients(
         self, results: Mapping[str, torch.Tensor], inputs: Mapping[str, torch.Tensor]
@@ -194,8 +195,9 @@ def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def _array(t: torch.Tensor) -> Any:
+    """Make an array of a tensor, with memory of its own: a buffer is put back later."""
     t = real(t.detach())
-    return (t.double() if t.is_floating_point() else t).numpy()
+    return np.array((t.double() if t.is_floating_point() else t).numpy())
 
 
 # Probes in lockstep with a run.

@@ -146,14 +146,23 @@ def whole(x: Any, by: Any, read: Iterable[Any]) -> Any:
 
 
 def results(tree: object, of: str) -> dict[str, Any]:
-    """Return the arrays that a function returned, by their paths."""
+    """Return the arrays that a function returned, by their paths; of numbers numpy's."""
+    import numpy as np
+
+    found = {}
     for path, x in flat(tree):
-        if not is_array(x) and not isinstance(x, (bool, int, float, str)):
+        if isinstance(x, (bool, int, float)) and not is_array(x):
+            found[path] = np.asarray(x, "float32" if isinstance(x, float) else None)
+        elif is_array(x):
+            found[path] = x
+        elif not isinstance(x, str):
             raise TypeError(
                 f"the {of} function returns {type(x).__name__} as result{path}: return arrays, or "
                 "tuples, lists and dicts of them."
             )
-    return arrays(tree)
+    if not found:
+        raise TypeError(f"the {of} function returns nothing to compare: return arrays.")
+    return found
 
 
 # Unit roundoff of what GPUs round the float32 operands of a product to, where they are allowed to

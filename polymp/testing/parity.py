@@ -341,7 +341,7 @@ def _gaps(one: Run, other: Run, *moved: tuple[Run, Sequence[Run]]) -> Iterator[G
 def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:
     if one.results.keys() != other.results.keys():
         here, there = (", ".join(f"result{p}" for p in run.results) for run in (one, other))
-        both = _both(here or "nothing", there or "nothing", names, ", ")
+        both = _both(here, there, names, ", ")
         raise ParityError(f"the functions return other structures: {both}.")
     for path, x in one.results.items():
         shape = other.results[path].shape

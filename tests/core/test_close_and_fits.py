@@ -122,6 +122,23 @@ def test_a_result_that_is_a_buffer_is_that_of_the_call(torch: Any) -> None:
         assert_close(normed(0.2), normed(0.1), x)
 
 
+def test_numbers_and_numpy_arrays_that_are_returned_are_compared(fw: Any) -> None:
+    x = fw.array(X)
+    for wrong in (3.5, 4, np.full(2, 3.5)):
+        with pytest.raises(ParityError, match=r"result\[1\]: off by"):
+            assert_close(lambda x, wrong=wrong: (x, wrong), lambda x, w=wrong: (x, w - 1), x)
+        assert_close(lambda x, right=wrong: (x, right), lambda x, right=wrong: (x, right), x)
+    with pytest.raises(TypeError, match="function returns nothing to compare: return arrays"):
+        assert_close(lambda x: None, lambda x: None, x)
+
+
+def test_a_number_that_is_read_off_a_tensor_may_be_off_by_rounding(torch: Any) -> None:
+    x = torch.tensor(X)
+    assert_close(lambda x: x.sum(0).sum().item(), lambda x: x.sum().item(), x)
+    with pytest.raises(ParityError, match="result: off by"):
+        assert_close(lambda x: x.sum().item() + 0.01, lambda x: x.sum().item(), x)
+
+
 def test_random_numbers_are_the_same_in_all_runs(torch: Any) -> None:
     """Else masks of dropout would pass for rounding, and fill the tolerance."""
     drop, x = torch.nn.Dropout(), torch.tensor(X)

@@ -74,7 +74,8 @@ class Program:
                 whole = arrays | own  # by path; JAX sorts these as texts: "[10]" before "[2]"
                 args, kwargs = rounding.rebuilt(tree, (whole[path] for path in self._given))
                 out = transformed(*nnx.copied(model), *args, **kwargs)
-                results = rounding.results(out, "jax")
+                found = rounding.results(out, "jax")
+                results = {path: jnp.asarray(x) for path, x in found.items()}
                 low = {path: x for path, x in results.items() if is_float(x)}
                 return low, {path: x for path, x in results.items() if path not in low}
 

@@ -140,7 +140,8 @@ class Program:
             torch.default_generator.manual_seed(0)
             with follower or nullcontext():
                 with region:
-                    results = rounding.results(self._fn(*args, **kwargs), "torch")
+                    found = rounding.results(self._fn(*args, **kwargs), "torch")
+                results = {p: tensor(x) for p, x in found.items()}
                 gradients = self._gradients(results, inputs) if inputs else {}
             return Run(
                 {path: _array(t) for path, t in results.items()},
@@ -190,6 +191,8 @@ def _has_lazy(module: torch.nn.Module) -> bool:
 
 def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Make a tensor of a numpy array, with memory of its own; no op of a run."""
+    if isinstance(x, torch.Tensor):
+        return x
     made = torch.from_numpy(np.array(x, "float32" if x.dtype.name == "bfloat16" else None))
     return made.to(torch.bfloat16 if x.dtype.name == "bfloat16" else dtype or made.dtype)
 

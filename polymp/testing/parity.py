@@ -209,7 +209,7 @@ def assert_close(
         load(policy)  # one that cannot be read fails before anything runs
     elif backend == "jax":
         policy = "amp"
-    given, seeds = arguments(args), cotangent if grads else None
+    given, seeds = arguments(args, both=False), cotangent if grads else None
     programs = (
         (backend, fn, *given, low, policy, seeds),
         (backend, reference, *widened(given), None, policy, seeds),
@@ -383,7 +383,7 @@ def refuse_own_region(calls: Iterable[Call | Measured], low: str | None) -> None
 
 def warn_without_floats(given: object, of: str) -> None:
     """Warn the caller of an assertion if no array of prepared inputs has floats."""
-    if all(x.dtype.kind in "iub" for x in rounding.arrays(given).values()):
+    if all(getattr(x.dtype, "kind", "") in "iub" for x in rounding.arrays(given).values()):
         warnings.warn(
             f"{of} compared no gradients: no input has floats. Give the parameters as an input, a "
             "dict of arrays by name, as for torch.func.functional_call(model, params, ids); or "
@@ -392,8 +392,8 @@ def warn_without_floats(given: object, of: str) -> None:
         )
 
 
-def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments of both calls."""
+def arguments(inputs: object, *, both: bool = True) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and the keyword arguments of the calls, in `both` frameworks or one."""
     tree: tuple[Any, dict[str, Any]] = (), {}
     if isinstance(inputs, Mapping):
         tree = (), {str(name): x for name, x in inputs.items()}
@@ -404,14 +404,14 @@ def arguments(inputs: object) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "inputs are a list of positional arguments, or a dict of keyword arguments; got "
             f"{type(inputs).__name__}. For one array write [array]."
         )
-    found = [_prepared(x, path[3:]) for path, x in rounding.flat(tree)]
+    found = [_prepared(x, path[3:], both) for path, x in rounding.flat(tree)]
     prepared: tuple[tuple[Any, ...], dict[str, Any]]
     prepared = rounding.rebuilt(tree, filter(rounding.is_array, found))
     return prepared
 
 
-def _prepared(x: Any, path: str) -> Any:
-    """A leaf of the inputs, an array in a dtype that both frameworks have; errors as above."""
+def _prepared(x: Any, path: str, both: bool) -> Any:
+    """A leaf of the inputs, an array in a dtype that the frameworks have; errors as above."""
     import numpy as np
 
     if not rounding.is_array(x):
@@ -431,22 +431,27 @@ def _prepared(x: Any, path: str) -> Any:
         import ml_dtypes
 
         x = x.float().numpy().astype(ml_dtypes.bfloat16)
-    array = np.asarray(x)
+    if str(x.dtype).startswith("key<") and not both:
+        return x  # of JAX's random numbers, which numpy lacks
+    try:
+        array = np.asarray(x)
+    except (TypeError, RuntimeError) as error:  # as of 8-bit floats, and of sparse tensors
+        raise TypeError(f"input {path}, of {x.dtype}, cannot be compared: {error}") from None
     if array.size == 0:
         raise ValueError(f"input {path} has shape {array.shape}: there is nothing to compare.")
     if array.dtype == np.float64:
         array = array.astype(np.float32)
-    elif array.dtype.kind in "iu":
+    elif array.dtype.kind in "iu" and both:
         limits = np.iinfo(np.int32)
         if array.min() < limits.min or array.max() > limits.max:
             raise ValueError(f"input {path} has integers beyond 32 bits, which JAX lacks.")
         array = array.astype(np.int64)
-    elif array.dtype.kind != "b" and array.dtype.name not in ("float32", *LOW):
+    elif array.dtype.kind not in "iub" and array.dtype.name not in ("float32", *LOW):
         raise TypeError(
             f"input {path} is {array.dtype.name}. Give float32, float16, bfloat16, integers or "
             "bool; float64 becomes float32."
         )
-    if array.dtype.kind not in "ib" and not np.isfinite(array.astype(np.float32)).all():
+    if array.dtype.kind not in "iub" and not np.isfinite(array.astype(np.float32)).all():
         raise ValueError(f"input {path} has Inf or NaN, for which there is no tolerance.")
     return array
 

@@ -178,6 +178,30 @@ def test_arrays_of_every_kind_are_inputs(fw: Any) -> None:
         assert_close(lambda x: x + 1, lambda x: x + 1, fw.array([2, 0], "int"))
 
 
+def test_integers_keep_their_dtype_and_keys_of_random_numbers_are_inputs() -> None:
+    need("jax")
+    import jax
+
+    def dropped(key: Any, x: Any) -> Any:
+        return jax.numpy.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+    key, x = jax.random.key(7), jax.numpy.asarray(X)
+    for each in (key, jax.random.split(jax.random.PRNGKey(7))[0]):
+        assert_close(dropped, dropped, each, x)
+        with pytest.raises(ParityError, match="result: off by"):
+            assert_close(dropped, lambda key, x: 2 * dropped(key, x), each, x)
+    with pytest.warns(UserWarning, match="compared no gradients"):
+        assert_close(jax.random.bits, jax.random.bits, key)
+
+
+def test_integers_of_64_bits_and_tensors_that_numpy_lacks(torch: Any) -> None:
+    hashes = torch.tensor([2**40 + 1])
+    assert_close(lambda i: i % 2, lambda i: i % 2, hashes, grads=False)
+    for x in (torch.ones(2).to_sparse(), torch.ones(2).to(torch.float8_e4m3fn)):
+        with pytest.raises(TypeError, match=r"input \[0\], of torch\.float.*, cannot be compared"):
+            assert_close(torch.abs, torch.abs, x)
+
+
 def test_the_reference_is_in_float32_and_the_function_in_a_region(fw: Any) -> None:
     seen: dict[str, set[tuple[str, str]]] = {"fn": set(), "reference": set()}
 

@@ -116,7 +116,8 @@ def assert_parity(
     Raises:
         ParityError: they differ; its text has the first op that differs, and in which dtype.
         TypeError: `torch_fn` is of JAX, or `jax_fn` of torch; `inputs` are no sequence or dict, or
-            hold something else; a result is no array; `dtype` is neither a string nor a dtype.
+            hold something else; a result is no array or number, or there is none; `dtype` is
+            neither a string nor a dtype.
         ValueError: `dtype` is another dtype, a function has a region of another low dtype, an
             integer is too large for JAX, an input is empty or not finite, or `probes` is too small.
         BackendMissingError: torch or JAX is not installed.
@@ -174,8 +175,9 @@ def assert_close(
     Args:
         fn: takes and returns arrays, in any nesting of tuples, lists and dicts.
         reference: the same.
-        args: the positional arguments of both: torch tensors, JAX arrays, numpy arrays, numbers,
-            and nestings of them. float64 becomes float32; `reference` gets low arrays in float32.
+        args: the positional arguments of both: torch tensors, JAX arrays and random keys, numpy
+            arrays, numbers, and nestings of them. float64 becomes float32; `reference` gets low
+            arrays in float32.
         dtype: the low dtype of the region that `fn` runs in, bfloat16 or float16, by name, alias
             or as a dtype object; None or float32 for no region.
         policy: of that region; None for that of a region without one: torch's own table for the
@@ -421,7 +423,9 @@ def _prepared(x: Any, path: str, both: bool) -> Any:
             f"input {path} is {type(x).__module__}.{type(x).__name__}. Give arrays, numbers, and "
             "lists, tuples and dicts of them."
         )
-    if str(x.dtype).startswith("key<"):
+    if str(x.dtype).startswith("key<"):  # which numpy lacks
+        if not both:
+            return x
         raise TypeError(
             f"input {path} is a random key of JAX. Write it into the function: lambda x: fn(x, key)"
         )
@@ -431,8 +435,6 @@ def _prepared(x: Any, path: str, both: bool) -> Any:
         import ml_dtypes
 
         x = x.float().numpy().astype(ml_dtypes.bfloat16)
-    if str(x.dtype).startswith("key<") and not both:
-        return x  # of JAX's random numbers, which numpy lacks
     try:
         array = np.asarray(x)
     except (TypeError, RuntimeError) as error:  # as of 8-bit floats, and of sparse tensors

@@ -336,8 +336,10 @@ def _gaps(one: Run, other: Run, *moved: tuple[Run, Sequence[Run]]) -> Iterator[G
                 yield gap(name, ours, theirs, np.hypot(*(spread(*side) for side in sides)))
             else:  # an integer may differ where a rounding changes it in a probe
                 turns = [x != base for base, probes in sides for x in probes]
-                wrong = (ours != theirs) & ~np.any(turns, 0)
-                yield Gap(name, float(np.count_nonzero(wrong)), 0.0, 1.0)
+                off = np.abs(np.subtract(ours, theirs, dtype=np.int64))
+                largest = float(np.abs(ours.astype(np.int64)).max(initial=0)) or 1.0
+                error = float(off.max(initial=0, where=~np.any(turns, 0)))
+                yield Gap(name, error / largest, 0.0, largest)
 
 
 def _same_structure(one: Run, other: Run, names: tuple[str, str]) -> None:

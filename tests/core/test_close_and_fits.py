@@ -139,6 +139,15 @@ def test_a_number_that_is_read_off_a_tensor_may_be_off_by_rounding(torch: Any) -
         assert_close(lambda x: x.sum().item() + 0.01, lambda x: x.sum().item(), x)
 
 
+def test_the_error_of_integers_is_how_far_they_are_off(fw: Any) -> None:
+    x = fw.array(np.arange(4), "int")
+    said = r"result: off by 2 > tolerance 0, relative to the largest magnitude, 3$"
+    with pytest.raises(ParityError, match=said):
+        assert_close(lambda x: x, lambda x: x + 6, x, grads=False)
+    with pytest.raises(ParityError, match=r"result: off by 1 > tolerance 0, .* magnitude, 1$"):
+        assert_close(lambda x: x > 0, lambda x: x > 1, x, grads=False)
+
+
 def test_random_numbers_are_the_same_in_all_runs(torch: Any) -> None:
     """Else masks of dropout would pass for rounding, and fill the tolerance."""
     drop, x = torch.nn.Dropout(), torch.tensor(X)

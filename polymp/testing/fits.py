@@ -92,12 +92,16 @@ def _in_torch(
 def _in_jax(
     fn: Callable[..., Any], args: Any, kwargs: Any, low: str, policy: Source | None
 ) -> _Audited:
+    import jax
+
+    from polymp.backends.jax.diagnostics.catch import copied
     from polymp.backends.jax.modules import nnx
     from polymp.jax import audit, autocast
 
     policy = "amp" if policy is None else policy
     fn, args = nnx.owned(fn, args)
-    args, kwargs = nnx.copied((args, kwargs))
+    leaves, tree = jax.tree.flatten(nnx.copied((args, kwargs)), is_leaf=nnx.is_leaf)
+    args, kwargs = jax.tree.unflatten(tree, copied(leaves))  # which it may donate
     audited = audit(autocast(fn, dtype=low, policy=policy))
     audited(*args, **kwargs)
     return audited.audit, policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -331,6 +332,19 @@ def test_a_module_is_called_by_its_paths_and_a_policy_may_have_rows_for_them() -
     assert str(caught.value).startswith("Sequential does not fit float16 under policy torch-cpu")
     policy = {"extends": "amp", "scopes": {"1": {"matmul": "fp32"}}}
     assert_fits(model, tensor(X), dtype="float16", policy=policy)
+
+
+def test_arguments_that_a_step_donates_are_the_callers_still() -> None:
+    need("jax")
+    import jax
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(params: Any, key: Any) -> Any:
+        return {"w": params["w"] * 0.5 + jax.random.normal(key, (8, 8))}
+
+    params, key = {"w": jax.numpy.asarray(W)}, jax.random.key(0)
+    assert_fits(step, params, key)
+    assert (params["w"] == W).all()
 
 
 def test_bad_arguments_of_assert_fits() -> None:

@@ -23,8 +23,6 @@ def among(args: object) -> bool:
 
 def nodes(args: object) -> list[Any]:
     """The nnx modules, and all else that keeps nnx state, among the arguments."""
-    if "flax.nnx" not in sys.modules:
-        return []
     return [leaf for leaf in jax.tree.leaves(args, is_leaf=is_leaf) if is_node(leaf)]
 
 
@@ -58,8 +56,6 @@ def owned(
     fn: Callable[..., object], args: tuple[object, ...]
 ) -> tuple[Callable[..., object], tuple[object, ...]]:
     """A module or a method of one as a function, and the arguments with the module in front."""
-    if "flax.nnx" not in sys.modules:
-        return fn, args
     if is_node(fn):
         return type(fn).__call__, (fn, *args)
     module = getattr(fn, "__self__", None)
@@ -179,15 +175,15 @@ def _as_stored(new: jax.Array, old: object) -> jax.Array:
 
 
 def is_node(x: object) -> bool:
-    """True for a module or a variable; flax is loaded."""
-    nnx = _flax()
-    return isinstance(x, (nnx.Pytree, nnx.Variable))
+    """True for a module or a variable."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable))
 
 
 def is_leaf(x: object) -> bool:
     """True for leaves of a flattening: modules, variables, and states, which are plain data."""
-    nnx = _flax()
-    return isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef))
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, (nnx.Pytree, nnx.Variable, nnx.State, nnx.GraphDef))
 
 
 def _flax() -> Any:

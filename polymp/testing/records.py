@@ -67,6 +67,7 @@ class Recorders:
 
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
+        self._start = item.config.invocation_params.dir  # a test may change into another folder
         self._to, self._against = _folders(item.config)
         self._made: dict[int, tuple[object, str, Any]] = {}  # with the names of their files
 
@@ -88,7 +89,7 @@ class Recorders:
         if id(what) not in self._made:
             name = _file_name(self._item.nodeid, len(self._made))
             backend = importlib.import_module("polymp.torch" if in_torch else "polymp.jax")
-            recorder = backend.record(self._to and self._to / name, what, **options)
+            recorder = backend.record(self._to and self._start / self._to / name, what, **options)
             self._made[id(what)] = what, name, recorder
         return self._made[id(what)][2]
 
@@ -103,7 +104,7 @@ class Recorders:
                 continue
             if self._against is None:
                 continue
-            earlier = self._against / name
+            earlier = self._start / self._against / name
             if not earlier.exists():
                 self._item.user_properties.append((_MISSING, self._item.nodeid))
                 continue

@@ -112,6 +112,14 @@ def test_a_test_without_an_earlier_record_is_not_compared_and_the_summary_says_s
     assert "polymp: empty has no record of test_model.py::test_step" in out
 
 
+def test_a_test_may_change_into_another_folder(folder: Path) -> None:
+    model = folder / "test_model.py"
+    moved = "test_step(polymp_record, monkeypatch):\n    monkeypatch.chdir('/')\n"
+    model.write_text(model.read_text().replace("test_step(polymp_record):\n", moved))
+    run(folder, "--polymp-record=before")
+    assert "1 record compared with before\n" in run(folder, "--polymp-against=before")
+
+
 def test_an_earlier_record_that_is_damaged_fails_the_test(folder: Path) -> None:
     run(folder, "--polymp-record=before")
     for path in (folder / "before").iterdir():

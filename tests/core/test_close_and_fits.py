@@ -393,6 +393,9 @@ def test_complex_numbers_are_rounded_too(framework: str) -> None:
         assert_close(lambda x, f=last: f(xp.fft.fft(x)), lambda x, f=last: f((x + 0j) @ dft), x)
     with pytest.raises(ParityError):
         assert_close(lambda x: 1.0001 * abs(xp.fft.fft(x)), lambda x: abs((x + 0j) @ dft), x)
+    still = x.detach() if framework == "torch" else x + 0  # no part of what is differentiated
+    with pytest.raises(ParityError, match=r"gradient of input\[0\]: off by"):
+        assert_close(lambda x: xp.fft.fft(2 * x - still), lambda x: xp.fft.fft(x), x)
 
 
 def test_running_means_are_put_back() -> None:

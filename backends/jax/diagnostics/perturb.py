@@ -76,7 +76,7 @@ class Program:
                 out = transformed(*nnx.copied(model), *args, **kwargs)
                 found = rounding.results(out, "jax")
                 results = {path: jnp.asarray(x) for path, x in found.items()}
-                low = {path: x for path, x in results.items() if is_float(x)}
+                low = {path: x for path, x in results.items() if is_inexact(x)}
                 return low, {path: x for path, x in results.items() if path not in low}
 
             own = {path: arrays[path] for path in self._graded}
@@ -241,7 +241,7 @@ def _is_fixed(eqn: Equation, values: Sequence[Value]) -> bool:
     name = eqn.primitive.name
     if name.startswith(("random_", "threefry")):
         return True
-    same = name in _SAME or not any(is_float(v.aval) for v in eqn.outvars)
+    same = name in _SAME or not any(is_inexact(v.aval) for v in eqn.outvars)
     return same and all(value.fixed for value in values)
 
 

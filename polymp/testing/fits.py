@@ -50,7 +50,8 @@ def assert_fits(
         AssertionError: it does not fit; its text has the suggestion and the table's first rows.
         TypeError: `fn` is not callable, nothing says which framework this is for, or `dtype` is
             neither a string nor a dtype.
-        ValueError: `dtype` is another, `fn` has a region in another, or there is no such framework.
+        ValueError: `dtype` is another, `fn` has a region in another, no op on floats ran, or there
+            is no such framework.
         BackendMissingError: the framework is not installed.
     """
     low = dtype_name(dtype, LOW, "assert_fits(): dtype")
@@ -58,6 +59,11 @@ def assert_fits(
         raise TypeError(f"assert_fits needs a function or a module, got {brief(fn)}.")
     in_torch = framework_of((fn, args, kwargs), framework, "assert_fits()") == "torch"
     audit, policy = (_in_torch if in_torch else _in_jax)(fn, args, kwargs, low, policy)
+    if not audit.results:
+        raise ValueError(
+            "assert_fits measured nothing: no op on floats ran in the call. Give a function that "
+            "computes the values, in this thread."
+        )
     refuse_own_region(audit.results, low)
     suggestion = audit.suggest(policy)
     if suggestion or is_broken(audit):

@@ -334,6 +334,11 @@ def test_a_module_is_called_by_its_paths_and_a_policy_may_have_rows_for_them() -
     assert_fits(model, tensor(X), dtype="float16", policy=policy)
 
 
+def test_a_call_without_floats_does_not_fit_unseen(fw: Any) -> None:
+    with pytest.raises(ValueError, match="assert_fits measured nothing: no op on floats ran"):
+        assert_fits(lambda x: x + 1, fw.array([1, 2], "int"))
+
+
 def test_arguments_that_a_step_donates_are_the_callers_still() -> None:
     need("jax")
     import jax

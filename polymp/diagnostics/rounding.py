@@ -224,6 +224,8 @@ class Gap(NamedTuple):
         return self.tolerance / self.error if self.error else math.inf
 
     def __str__(self) -> str:
+        if self.error == math.inf:
+            return f"{self.what}: not equal where one of the two, or a probe, is Inf or NaN"
         sign = ">" if self.part else "<="
         return (
             f"{self.what}: off by {self.error:.3g} {sign} tolerance {self.tolerance:.3g}, relative "
@@ -242,9 +244,9 @@ def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
     same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))
     finite = np.isfinite(ours) & np.isfinite(theirs)
     kept = finite & np.isfinite(spread)
-    if not np.all(same | kept):
-        return Gap(what, math.inf, 0.0, math.inf)
     largest = float(np.abs(ours[finite]).max(initial=0.0)) or 1.0
+    if not np.all(same | kept):
+        return Gap(what, math.inf, 0.0, largest)
     error = float(np.abs(ours[kept] - theirs[kept]).max(initial=0.0))
     limit = factor(ours.size) * float(spread[kept].max(initial=0.0))
     return Gap(what, error / largest, limit / largest, largest)

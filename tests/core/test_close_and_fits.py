@@ -140,6 +140,14 @@ def test_a_number_that_is_read_off_a_tensor_may_be_off_by_rounding(torch: Any) -
         assert_close(lambda x: x.sum().item() + 0.01, lambda x: x.sum().item(), x)
 
 
+def test_the_error_of_infinities_says_so(fw: Any) -> None:
+    x = fw.array(np.array([1.0, 1e30], "float32"))
+    said = r"\n  result: not equal where one of the two, or a probe, is Inf or NaN$"
+    with pytest.raises(ParityError, match=said):
+        assert_close(lambda x: x * x, lambda x: x * 2, x, grads=False)
+    assert_close(lambda x: x * x, lambda x: x * x, x, grads=False)
+
+
 def test_the_error_of_integers_is_how_far_they_are_off(fw: Any) -> None:
     x = fw.array(np.arange(4), "int")
     said = r"result: off by 2 > tolerance 0, relative to the largest magnitude, 3$"

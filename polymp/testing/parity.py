@@ -423,7 +423,8 @@ def _prepared(x: Any, path: str, both: bool) -> Any:
             return x
         raise TypeError(
             f"input {path} is {type(x).__module__}.{type(x).__name__}. Give arrays, numbers, and "
-            "lists, tuples and dicts of them."
+            "lists, tuples and dicts of them; for anything else, such as a module or a dtype, "
+            "write lambda x: fn(x, it)."
         )
     if str(x.dtype).startswith("key<"):  # which numpy lacks
         if not both:

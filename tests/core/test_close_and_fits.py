@@ -253,6 +253,8 @@ def test_bad_arguments_of_assert_close() -> None:
         (ValueError, r"^assert_close\(\): probes=1 is too few", (exp, exp, x), {"probes": 1}),
         (ValueError, r"^assert_close\(\): dtype 'fp17'", (exp, exp, x), {"dtype": "fp17"}),
         (polymp.PolicyError, "nonsense", (exp, exp, x), {"policy": "nonsense"}),
+        (TypeError, r"Tanh\. .* as a module or a dtype, write lambda x: fn\(x, it\)\.$",
+         (exp, exp, torch.nn.Tanh()), {}),
         (TypeError, r"got one of torch and one of jax\. assert_parity compares",
          (torch.nn.GELU(), jax.jit(jax.nn.gelu), x), {}),
     ):  # fmt: skip

@@ -323,7 +323,8 @@ class Pairs:
         ordered = self._in_order(i, j, allowed[RMS])
         if one.kind == UPDATE and not strict:
             # Adam's first steps have the sign of the gradient. Where that is as small as its
-            # rounding, an element jumps: each may, and two that no probe has shown are let pass.
+            # rounding, an element jumps: each may, and so many that no probe has shown; two alone
+            # are told from other differences by their projections.
             jump = 2 * max(one.values[AMAX], other.values[AMAX])
             allowed[ELEMENTS] += jump
             jumps = self._jumps(i, j)

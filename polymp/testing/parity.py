@@ -93,7 +93,7 @@ def assert_parity(
     traced and compiled for the default device.
 
     Args:
-        torch_fn: takes and returns tensors, in any nesting of tuples, lists and dicts.
+        torch_fn: takes and returns tensors and numbers, in any nesting of tuples, lists and dicts.
         jax_fn: the same, of JAX arrays.
         inputs: the positional arguments: a list or tuple of arrays, numbers, and nestings of
             them; or a dict of keyword arguments. Arrays may be float64, which becomes float32,
@@ -173,7 +173,7 @@ def assert_close(
     that dropout has one mask; `rand_like` of tensors of other dtypes draws other numbers.
 
     Args:
-        fn: takes and returns arrays, in any nesting of tuples, lists and dicts.
+        fn: takes and returns arrays and numbers, in any nesting of tuples, lists and dicts.
         reference: the same.
         args: the positional arguments of both: torch tensors, JAX arrays and random keys, numpy
             arrays, numbers, and nestings of them. float64 becomes float32; `reference` gets low

@@ -23,6 +23,8 @@ def among(args: object) -> bool:
 
 def nodes(args: object) -> list[Any]:
     """The nnx modules, and all else that keeps nnx state, among the arguments."""
+    if "flax.nnx" not in sys.modules:  # else each call of a region would flatten its arguments
+        return []
     return [leaf for leaf in jax.tree.leaves(args, is_leaf=is_leaf) if is_node(leaf)]
 
 

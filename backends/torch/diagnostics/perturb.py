@@ -141,7 +141,8 @@ class Program:
             with follower or nullcontext():
                 with region:
                     found = rounding.results(self._fn(*args, **kwargs), "torch")
-                results = {p: tensor(x) for p, x in found.items()}
+                own = torch.Tensor  # the others are numbers, and numpy's arrays
+                results = {p: x if isinstance(x, own) else tensor(x) for p, x in found.items()}
                 gradients = self._gradients(results, inputs) if inputs else {}
             return Run(
                 {path: _array(t) for path, t in results.items()},
@@ -191,8 +192,6 @@ def _has_lazy(module: torch.nn.Module) -> bool:
 
 def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Make a tensor of a numpy array, with memory of its own; no op of a run."""
-    if isinstance(x, torch.Tensor):
-        return x
     made = torch.from_numpy(np.array(x, "float32" if x.dtype.name == "bfloat16" else None))
     return made.to(torch.bfloat16 if x.dtype.name == "bfloat16" else dtype or made.dtype)
 

@@ -421,8 +421,8 @@ class RecordWriter:
         """Add a step; warns if it has no calls."""
         if not step.left_out and not any(a.kind == RESULT for a in step.arrays):
             warnings.warn(
-                f"record: step {step.number} has no op calls. What runs in another thread, or "
-                "outside of the recorder's block, is not recorded.",
+                f"record: step {step.number} has no op calls. What runs in another thread, in "
+                "another framework, or outside of the recorder's block, is not recorded.",
                 stacklevel=3,
             )
         if not self._header:

@@ -70,6 +70,8 @@ class Recorders:
         self._start = item.config.invocation_params.dir  # a test may change into another folder
         self._to, self._against = _folders(item.config)
         self._made: dict[int, tuple[object, str, Any]] = {}  # with the names of their files
+        self._compared: set[str] = set()
+        self.passed = False  # whether the test did
 
     def __call__(self, what: Any = None, **options: Any) -> Any:
         """Return the recorder of a model or a function.
@@ -93,9 +95,17 @@ class Recorders:
             self._made[id(what)] = what, name, recorder
         return self._made[id(what)][2]
 
-    def unexplained(self) -> Iterator[str]:
+    def check(self) -> None:
+        """Compare what is recorded, but for what a fixture around the test records still."""
+        if texts := [*self._unexplained()]:
+            pytest.fail("\n\n".join(texts), pytrace=False)
+
+    def _unexplained(self) -> Iterator[str]:
         """The texts on recorders that no step ran in, and on what rounding does not explain."""
         for what, name, recorder in self._made.values():
+            if name in self._compared or getattr(recorder, "recording", False):
+                continue
+            self._compared.add(name)
             if not recorder.record.steps:
                 use = (
                     "use `with polymp_record(model):`; in JAX, call what polymp_record(fn) returns"
@@ -130,18 +140,21 @@ _KEY = pytest.StashKey[Recorders]()
 
 
 @pytest.fixture
-def polymp_record(request: pytest.FixtureRequest) -> Recorders:
+def polymp_record(request: pytest.FixtureRequest) -> Iterator[Recorders]:
     """Recorders of a test: one for each model or function that it is called with."""
-    made = request.node.stash[_KEY] = Recorders(request.node)
-    return made
+    recorders = request.node.stash[_KEY] = Recorders(request.node)
+    yield recorders
+    if recorders.passed:
+        recorders.check()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Compare what a test recorded once it has passed."""
     yield
-    if _KEY in item.stash and (texts := [*item.stash[_KEY].unexplained()]):
-        pytest.fail("\n\n".join(texts), pytrace=False)
+    if (recorders := item.stash.get(_KEY, None)) is not None:
+        recorders.passed = True
+        recorders.check()
 
 
 def pytest_terminal_summary(
@@ -153,7 +166,7 @@ def pytest_terminal_summary(
         return
     reports = [r for many in terminalreporter.stats.values() for r in many]
     properties = [
-        pair for r in reports if getattr(r, "when", "") == "call" for pair in r.user_properties
+        pair for r in reports if getattr(r, "when", "") == "teardown" for pair in r.user_properties
     ]
     count = sum(key == _COMPARED for key, _ in properties)
     line = f"polymp: {text_table.plural(count, 'record')} compared with {against}"

@@ -51,6 +51,20 @@ def test_step(polymp_record, start):
 """
 
 
+AROUND = """\
+
+
+@pytest.fixture
+def recorded(polymp_record):
+    with polymp_record(MODEL):
+        yield
+
+
+def test_step(recorded):
+    MODEL(torch.linspace(-1, 2, 32).reshape(4, 8)).sum().backward()
+"""
+
+
 @pytest.fixture
 def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A folder with a test file for one framework."""
@@ -135,6 +149,17 @@ def test_a_test_that_fails_by_itself_is_not_compared(folder: Path) -> None:
     out = run(folder, "--polymp-against=before", code=1)
     assert "RuntimeError: its own" in out
     assert "polymp: " not in out.replace("polymp: 0 records", "").replace("polymp: 1 record ", "")
+
+
+@pytest.mark.parametrize("folder", ["torch"], indirect=True)
+def test_a_fixture_may_record_the_test_that_it_is_around(folder: Path) -> None:
+    model = folder / "test_model.py"
+    start, _ = TORCH.split("\n\ndef test_step")
+    model.write_text(f"import pytest\n{start}{AROUND}")
+    run(folder, "--polymp-record=before")
+    assert "1 record compared" in run(folder, "--polymp-against=before")
+    model.write_text(model.read_text().replace("1e-5", "1e-2"))
+    assert "ROUNDING DOES NOT EXPLAIN" in run(folder, "--polymp-against=before", code=1)
 
 
 @pytest.mark.parametrize("folder", ["torch"], indirect=True)

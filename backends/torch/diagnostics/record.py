@@ -141,7 +141,7 @@ class Recorder:
     def __init__(self, model: nn.Module | None, options: Options) -> None:
         self._model = model
         self._options = options
-        self._inside = False
+        self.recording = False  # whether its block is entered
         self._running: tuple[OpStream, _Step] | None = None
         self._writer = RecordWriter(options, partial(_described, model))
 
@@ -151,14 +151,14 @@ class Recorder:
         return self._writer.record
 
     def __enter__(self) -> Self:
-        if self._inside:
+        if self.recording:
             raise RuntimeError("This recorder records a step already: leave its block first.")
         if (number := self._writer.begin()) is not None:
             step = _Step(number, self._model, self._options)
             stream = OpStream(self._model, step, compiled=True)
             stream.__enter__()
             self._running = stream, step
-        self._inside = True
+        self.recording = True
         return self
 
     def __call__(self, *args: object, **kwargs: object) -> NoReturn:
@@ -169,7 +169,7 @@ class Recorder:
         )
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
-        self._inside = False
+        self.recording = False
         running, self._running = self._running, None
         if running is None:
             return

@@ -5,6 +5,7 @@ states of optimizers      likewise; what was added since is dropped
 modules                   their attributes, and what is in containers among these
 random numbers            of torch, of Python, and of numpy's global generator
 
+`TrainingState` is one of all that a training step changes, which `training_objects` finds.
 `AsyncCopy` is a copy to the host, for which the host need not wait.
 """
 
@@ -24,6 +25,7 @@ from torch.utils.data import DataLoader
 
 from polymp import code_origin
 from polymp.backends.torch.compat import accelerators, distributed
+from polymp.backends.torch.compat.dynamo import plain_name
 
 # What is in these, among the attributes of a module, is put back.
 _INSIDE = (dict, collections.OrderedDict, list, set)
@@ -100,8 +102,10 @@ class _Values:
 
     def put_back(self) -> torch.Tensor:
         local = distributed.local(self.tensor)
-        freed = local.layout is torch.strided and not local.untyped_storage().nbytes()  # by FSDP
-        if not freed or not self.values.numel():
+        strided = local.layout is torch.strided
+        freed = strided and not local.untyped_storage().nbytes()  # by FSDP
+        expanded = strided and 0 in local.stride()  # into which nothing can write
+        if not (freed or expanded) or not self.values.numel():
             with torch.inference_mode() if local.is_inference() else torch.no_grad():
                 local.copy_(self.values)
         return self.tensor
@@ -254,6 +258,69 @@ def _of_function(function: types.FunctionType) -> list[object]:
         *(function.__defaults__ or ()),
         *(function.__kwdefaults__ or {}).values(),
     ]
+
+
+class TrainingState(Snapshot):
+    """A copy of what a training step changes, and of other tensors.
+
+    Schedulers and loss scalers are copied by `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, objects: TrainingObjects, tensors: Iterable[torch.Tensor] = ()) -> None:
+        every = named_tensors(objects)
+        self.named = {name: t for name, t in every.items() if not is_lazy(t)}
+        self._lazy = [t for t in every.values() if is_lazy(t)]
+        super().__init__(
+            [*self.named.values(), *tensors],
+            grads=self.named.values(),
+            optimizers=objects.optimizers,
+            modules=own_modules(part for model in objects.models for part in model.modules()),
+            random_numbers=True,
+        )
+        self._others: list[tuple[Any, Any]] = []
+        self.left_out: list[str] = []  # objects whose state cannot be had, and why
+        for it in objects.others:
+            try:
+                self._others.append((it, copy.deepcopy(it.state_dict())))
+            except Exception as error:
+                why = f"{type(error).__name__}: {error}"
+                self.left_out.append(f"{type(it).__name__}, whose state_dict() raised {why}")
+
+    def has_made(self) -> bool:
+        """Return whether lazy parameters got their values after this was made."""
+        return not all(map(is_lazy, self._lazy))
+
+    def put_back(self) -> None:
+        """Give the training the state that it had when this was made."""
+        super().put_back()
+        for it, state in self._others:
+            it.load_state_dict(copy.deepcopy(state))
+
+
+def whole_model(objects: TrainingObjects) -> nn.Module | None:
+    """Return the model; several as parts of one, by their classes; None without tensors."""
+    models = [it for it in objects.models if [*it.parameters(), *it.buffers()]]
+    kinds = [type(it).__name__ for it in models]
+    if len(models) < 2:
+        return models[0] if models else None
+    names = [kind if kinds.count(kind) == 1 else f"{kind}{at}" for at, kind in enumerate(kinds)]
+    return nn.ModuleDict(dict(zip(names, models, strict=True)))
+
+
+def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
+    """Return the parameters and buffers of a training by name, each once.
+
+    A parameter that only an optimizer has is called by its place in the optimizer's groups.
+    """
+    named: dict[int, tuple[str, torch.Tensor]] = {}
+    for model in filter(None, [whole_model(objects)]):
+        for name, t in (*model.named_parameters(), *model.named_buffers()):
+            named.setdefault(id(t), (plain_name(name), t))
+    for it in objects.optimizers:
+        for at, group in enumerate(it.param_groups):
+            for i, p in enumerate(group["params"]):
+                named.setdefault(id(p), (f"param_groups[{at}]['params'][{i}]", p))
+    return dict(named.values())
 
 
 class AsyncCopy:

@@ -29,7 +29,7 @@ def assert_fits(
         assert_fits(jax.grad(loss), params, x, dtype="float16")
 
     The call runs once in a region, and `audit` measures it, with the gradients that it takes;
-    arguments, and buffers, such as running means, are put back. It does not fit if a value becomes
+    arguments, and what a training step changes, are put back. It does not fit if a value becomes
     Inf or NaN, if an op or a constant loses most of its values, or if the audit suggests a row,
     another dtype or a loss scale.
 
@@ -85,11 +85,11 @@ def _in_torch(
 
     from polymp.backends.torch.autocast import torch_table
     from polymp.backends.torch.diagnostics.explain import open_region
-    from polymp.backends.torch.diagnostics.perturb import buffers_kept
+    from polymp.backends.torch.diagnostics.perturb import put_back
     from polymp.torch import audit
 
     model = fn if isinstance(fn, torch.nn.Module) else None
-    with buffers_kept(fn, args, kwargs), audit(model) as measured, ExitStack() as region:
+    with put_back(fn, args, kwargs), audit(model) as measured, ExitStack() as region:
         device = open_region((fn, args, kwargs), getattr(torch, low), policy, region)
         fn(*args, **kwargs)
     return measured, torch_table.policy(device) if policy is None else policy

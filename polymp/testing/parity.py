@@ -170,7 +170,9 @@ def assert_close(
     inputs. Values and gradients are compared as by `assert_parity`, dtypes are not.
 
     Both functions have to be deterministic; torch's random numbers begin alike in every run, so
-    that dropout has one mask; `rand_like` of tensors of other dtypes draws other numbers.
+    that dropout has one mask; `rand_like` of tensors of other dtypes draws other numbers. What a
+    training step of torch changes is put back after each run; its gradients are its own: write
+    grads=False.
 
     Args:
         fn: takes and returns arrays and numbers, in any nesting of tuples, lists and dicts.

@@ -429,6 +429,38 @@ def test_running_means_are_put_back() -> None:
     assert norm.num_batches_tracked == 0
 
 
+def test_a_training_step_is_put_back_too() -> None:
+    """So that all runs start from the same weights, and none trains."""
+    torch = pytest.importorskip("torch")
+    model, x = torch.nn.Linear(8, 2), torch.tensor(X)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def step(x: Any, factor: float = 1.0) -> Any:
+        loss = factor * model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        return loss.detach()
+
+    assert_close(step, step, x, grads=False)
+    with pytest.raises(ParityError):
+        assert_close(step, lambda x: step(x, 1.001), x, grads=False)
+    assert_fits(step, x)
+
+    def attached(x: Any) -> Any:
+        (loss := model(x).square().mean()).backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="as a training step does: write grads=False"):
+        assert_close(attached, attached, x)
+    assert all(before[k].equal(v) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert (optimizer.state, optimizer.param_groups[0]["lr"]) == ({}, 0.1)
+    assert schedule.last_epoch == 0
+
+
 def test_what_an_nnx_model_counts_and_draws_is_the_same_in_every_run_and_put_back() -> None:
     need("jax")
     import jax

@@ -6,7 +6,6 @@ at a bad value  go back to the copy, repeat the steps one by one with every chec
                 the first bad one, and let `locate` replay it
 """
 
-import copy
 import functools
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,9 +14,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-import torch.nn as nn
 from torch import distributed as dist
-from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -28,7 +25,6 @@ from polymp.backends.torch.compat import (
     tree_leaves,
     tree_unflatten,
 )
-from polymp.backends.torch.compat.dynamo import plain_name
 from polymp.backends.torch.compat.modes import storage_key
 from polymp.backends.torch.diagnostics import locate as replay
 from polymp.backends.torch.diagnostics.values import extremes, moments, with_gradients
@@ -37,8 +33,9 @@ from polymp.backends.torch.snapshot import (
     AsyncCopy,
     Snapshot,
     TrainingObjects,
-    own_modules,
+    TrainingState,
     training_objects,
+    whole_model,
 )
 from polymp.diagnostics.audit_records import Fault
 from polymp.diagnostics.bad_step import (
@@ -134,83 +131,13 @@ class Call(NamedTuple):
     losses: dict[int, torch.Tensor]  # by their places in the results, on their devices
 
 
-# `TrainingState`: a copy of all that a training step changes; and the search for what that is.
-#
-# A `Snapshot` of parameters, buffers, gradients, optimizers and random numbers; schedulers and loss
-# scalers are copied by `state_dict` and `load_state_dict`.
-
-
-class TrainingState(Snapshot):
-    """A copy of a training's state."""
-
-    def __init__(self, objects: TrainingObjects) -> None:
-        every = named_tensors(objects)
-        self.named = {name: t for name, t in every.items() if not is_lazy(t)}
-        self._lazy = [t for t in every.values() if is_lazy(t)]
-        tensors = list(self.named.values())
-        super().__init__(
-            tensors,
-            grads=tensors,
-            optimizers=objects.optimizers,
-            modules=own_modules(part for model in objects.models for part in model.modules()),
-            random_numbers=True,
-        )
-        self._others = [(it, state) for it in objects.others if (state := _state_of(it))]
-
-    def has_made(self) -> bool:
-        """Return whether lazy parameters got their values after this was made."""
-        return not all(map(is_lazy, self._lazy))
-
-    def put_back(self) -> None:
-        """Give the training the state that it had when this was made."""
-        super().put_back()
-        for it, state in self._others:
-            it.load_state_dict(copy.deepcopy(state))
-
-
-def _state_of(it: Any) -> Any:
-    """Return a copy of an object's `state_dict`; None, with a warning, if it cannot be had."""
-    try:
-        return copy.deepcopy(it.state_dict())
-    except Exception as error:
-        warn(
-            f"catch leaves out {type(it).__name__}, whose state_dict() raised "
-            f"{type(error).__name__}: {error}. It stays as it is when steps are undone."
-        )
-        return None
-
-
-def whole_model(objects: TrainingObjects) -> nn.Module | None:
-    """Return the model; several as parts of one, by their classes; None without tensors."""
-    models = [it for it in objects.models if [*it.parameters(), *it.buffers()]]
-    kinds = [type(it).__name__ for it in models]
-    if len(models) < 2:
-        return models[0] if models else None
-    names = [kind if kinds.count(kind) == 1 else f"{kind}{at}" for at, kind in enumerate(kinds)]
-    return nn.ModuleDict(dict(zip(names, models, strict=True)))
-
-
-def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a training by name, each once.
-
-    A parameter that only an optimizer has is called by its place in the optimizer's groups.
-    """
-    named: dict[int, tuple[str, torch.Tensor]] = {}
-    for model in filter(None, [whole_model(objects)]):
-        for name, t in (*model.named_parameters(), *model.named_buffers()):
-            named.setdefault(id(t), (plain_name(name), t))
-    for it in objects.optimizers:
-        for at, group in enumerate(it.param_groups):
-            for i, p in enumerate(group["params"]):
-                named.setdefault(id(p), (f"param_groups[{at}]['params'][{i}]", p))
-    return dict(named.values())
-
-
 class StateCopy(TrainingState):
     """The state from which calls are repeated, and copies of their arguments."""
 
     def __init__(self, objects: TrainingObjects) -> None:
         super().__init__(objects)
+        for it in self.left_out:
+            warn(f"catch leaves out {it}. It stays as it is when steps are undone.")
         self.objects = objects
         self.scaled = _has_scaler(objects)
         self.broken: TrainingState  # after the calls, while they are repeated

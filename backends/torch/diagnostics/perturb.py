@@ -16,17 +16,18 @@ autograd, so that the backward pass is that of the moved run, and is moved itsel
 """
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.parameter import is_lazy
 
+from polymp import code_origin
 from polymp.backends.torch.autocast import dtype_names, op_facts
 from polymp.backends.torch.autocast.api import PolicyLike, autocast
 from polymp.backends.torch.compat import dispatcher, distributed, modes
@@ -41,7 +42,7 @@ from polymp.backends.torch.diagnostics.op_call import (
 )
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.diagnostics.values import is_part, real
-from polymp.backends.torch.snapshot import Snapshot, own_modules, training_objects
+from polymp.backends.torch.snapshot import TrainingState, training_objects
 from polymp.diagnostics import rounding
 from polymp.diagnostics.rounding import Run, movement
 from polymp.diagnostics.run_record import FAILS, RunRecord
@@ -133,10 +134,9 @@ class Program:
         region: AbstractContextManager[object] = nullcontext()
         if self._dtype is not None:
             region = autocast("cpu", dtype_names.DTYPES[self._dtype], policy=self._policy)
-        # Random numbers and buffers are the same in all runs: others would pass for how far
-        # rounding moves it.
-        kept = buffers_kept(self._fn)
-        with kept, torch.random.fork_rng(devices=()):
+        # Random numbers, buffers and weights are the same in all runs: others would pass for how
+        # far rounding moves it.
+        with put_back(self._fn), torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(0)
             with follower or nullcontext():
                 with region:
@@ -158,36 +158,29 @@ class Program:
             return {path: torch.zeros_like(t) for path, t in inputs.items()}
         with Own():
             seeds = [tensor(self._cotangent(p, tuple(t.shape)), t.dtype) for p, t in wanted.items()]
-        found = torch.autograd.grad(
-            [*wanted.values()], [*inputs.values()], seeds, allow_unused=True
-        )
+        try:
+            found = torch.autograd.grad(
+                [*wanted.values()], [*inputs.values()], seeds, allow_unused=True
+            )
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            why = "a function differentiates its own result, as a training step does"
+            raise RuntimeError(f"{why}: write grads=False, or return loss.detach().") from error
         pairs = zip(inputs.items(), found, strict=True)
         return {path: torch.zeros_like(t) if g is None else g for (path, t), g in pairs}
 
 
 @contextmanager
-def buffers_kept(fn: Callable[..., Any], *given: object) -> Iterator[None]:
-    """Put tensors, and buffers of a function's modules, such as running means, back at the end."""
-    models = training_objects(fn, ()).models
-    parts = [part for m in models for part in m.modules() if not _has_lazy(part)]
-    buffers = chain(filter(has_values, tensors(*given)), *(p.buffers(False) for p in parts))
-    kept = [(t, t._version, t.detach().clone()) for t in buffers if not t.is_inference()]
-    before = Snapshot(modules=own_modules(parts))
+def put_back(fn: Callable[..., Any], *given: object) -> Iterator[None]:
+    """Put back at the end what a call has changed: tensors that it is given, and a training."""
+    state = TrainingState(training_objects(fn, given), filter(has_values, tensors(*given)))
+    for it in state.left_out:
+        warnings.warn(f"a call will not put back {it}.", stacklevel=code_origin.outside())
     try:
         yield
     finally:
-        before.put_back()
-        with torch.no_grad():
-            for t, version, values in kept:
-                # Kernels of batch norm write running means without a word.
-                if t._version != version or not torch.equal(t, values):
-                    t.copy_(values)
-
-
-def _has_lazy(module: torch.nn.Module) -> bool:
-    """Return whether a module has tensors that its first call makes."""
-    own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-    return any(map(is_lazy, own))
+        state.put_back()
 
 
 def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:

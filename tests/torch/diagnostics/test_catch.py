@@ -363,10 +363,11 @@ def test_the_call_that_makes_lazy_parameters_cannot_be_undone(healthy: int) -> N
 
 
 def test_what_torch_cannot_check_or_write_is_left_alone() -> None:
-    """Parameters on meta and of float4, and a buffer of inference mode."""
+    """Parameters on meta and of float4, a buffer of inference mode, and one that is expanded."""
     packed = torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     net = nn.Linear(2, 1)
     net.ghost, net.packed = nn.Linear(2, 2, device="meta"), nn.Parameter(packed, False)
+    net.register_buffer("wide", torch.ones(1).expand(4))
     with torch.inference_mode():
         net.register_buffer("made", torch.ones(2))
     step = catch(sgd(net), every=1)

@@ -139,11 +139,12 @@ def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
-    """Return the places of arrays that have Inf or NaN: "Inf" or "NaN". Waits for the device.
+    """Return the places of arrays and references that have Inf or NaN: "Inf" or "NaN". Waits.
 
     Other leaves, such as a dtype or a tensor of torch, have none.
     """
     by_devices: dict[frozenset[jax.Device], list[int]] = {}
+    leaves = {at: x[...] if isinstance(x, jax.Ref) else x for at, x in leaves.items()}
     for at, leaf in leaves.items():
         if is_array(leaf) and is_inexact(leaf) and leaf.size:
             devices = leaf.sharding.device_set if isinstance(leaf, jax.Array) else ()

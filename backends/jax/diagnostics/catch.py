@@ -60,7 +60,7 @@ def catch(
             the state before it. "report" warns, and the results have that state in place of the
             bad one, so that training goes on without the batch and those of steps that ran before
             it showed; the losses are returned as they are; three bad steps in a row raise. flax nnx
-            objects among the arguments are put back in both cases.
+            objects and `jax.Ref`s among the arguments are put back in both cases.
 
     Returns:
         The wrapped step, with the same arguments and results.
@@ -92,6 +92,7 @@ class Catch(CaughtStep[P, R]):
         self._fed: dict[int, int] = {}  # places in the results that come back as arguments
         self._infinite: frozenset[int] = frozenset()  # places of arguments that are so on purpose
         self._objects: dict[int | str, Any] = {}  # of flax nnx, of the last call
+        self._references: dict[int, Any] = {}  # of the last call, by their places
 
     def _begin(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         given, tree = jax.tree.flatten((args, kwargs))
@@ -101,6 +102,7 @@ class Catch(CaughtStep[P, R]):
                 "Write catch(jax.jit(step)), and call it outside of jit."
             )
         self._objects = nnx.objects(args, kwargs)
+        self._references = {at: x for at, x in enumerate(given) if isinstance(x, jax.Ref)}
         self._next = linked = self._results.linked(given)
         changed = any(not isinstance(linked[at], Made) for at in self._fed.values())
         if not self._calls:
@@ -112,13 +114,13 @@ class Catch(CaughtStep[P, R]):
                 good, _ = self._stop()  # of a bad step, whose state is good and whose batch is not
                 pairs = zip(linked, given, good, strict=True)
                 given = [own if isinstance(it, Made) else leaf for it, leaf, own in pairs]
-                args, kwargs = self._put_back(jax.tree.unflatten(tree, given))
+                args, kwargs = self._put_back(given, tree)
                 linked = given
             self._calls = []
         if not self._calls:
             self._copy = copied(given)  # from which the calls start
         copy = self._arrays.of  # of the others, the references are enough: arrays do not change
-        own = [copy(n, x) if isinstance(x, np.ndarray) else x for n, x in enumerate(linked)]
+        own = [copy(n, x) if isinstance(x, np.ndarray) else _own(x) for n, x in enumerate(linked)]
         self._calls.append(Call(tree, own, {}))
         self._fed |= {leaf.at: at for at, leaf in enumerate(linked) if isinstance(leaf, Made)}
         return args, kwargs
@@ -128,7 +130,8 @@ class Catch(CaughtStep[P, R]):
         result = self._fn(*args, **kwargs)
         leaves, self._tree = jax.tree.flatten(result)
         # A jitted step changes no argument in place.
-        is_jitted = isinstance(self._fn, JITTED_FUNCTION) and not self._objects
+        in_place = self._objects or self._references
+        is_jitted = isinstance(self._fn, JITTED_FUNCTION) and not in_place
         self._results.are(leaves if is_jitted else leaves + jax.tree.leaves((args, kwargs)))
         losses = self._losses(leaves)
         sent = map(AsyncCopy, map(_not_finite, losses.values()))
@@ -145,9 +148,13 @@ class Catch(CaughtStep[P, R]):
         self._next = [places.get(at) for at in range(tree.num_leaves)]
         return bool(self._described({at: returned[it.at] for at, it in places.items()}, tree))
 
-    def _put_back(self, good: tuple[Any, dict[str, Any]]) -> tuple[Any, dict[str, Any]]:
-        """Give the flax nnx objects of the last call good values; return these with them."""
-        args, kwargs = list(good[0]), dict(good[1])
+    def _put_back(self, good: Leaves, tree: jax.tree_util.PyTreeDef) -> tuple[Any, dict[str, Any]]:
+        """Give what the last call changed in place good values; return its arguments with these."""
+        for at, reference in self._references.items():
+            reference[...] = good[at][...]
+        leaves = [self._references.get(at, leaf) for at, leaf in enumerate(good)]
+        given, kwargs = jax.tree.unflatten(tree, leaves)
+        args = list(given)
         for place, it in self._objects.items():
             values: Any = args if isinstance(place, int) else kwargs
             nnx.update(it, values[place])
@@ -173,11 +180,11 @@ class Catch(CaughtStep[P, R]):
         if before is None:
             return None, False
         leaves, tree = before
-        return self._put_back(jax.tree.unflatten(tree, leaves)), bool(self._fed)
+        return self._put_back(leaves, tree), bool(self._fed)
 
     def _first_bad(self) -> tuple[BadStep, Any]:
         given = (leaf for call in self._calls[1:] for leaf in call.leaves)
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in given):
+        if any(map(_is_deleted, given)):
             return self._by_losses(_DONATED), None
         return super()._first_bad()
 
@@ -264,7 +271,7 @@ class LastResults:
     def are(self, leaves: Leaves) -> None:
         """Note the leaves that a call returned, and those that it may have changed in place."""
         self._places += map(Made, range(len(self._places), len(leaves)))
-        arrays = {kind for kind in set(map(type, leaves)) if issubclass(kind, jax.Array)}
+        arrays = {kind for kind in set(map(type, leaves)) if issubclass(kind, (jax.Array, jax.Ref))}
         self._results = {
             id(leaf): (place, weakref.ref(leaf))
             for place, leaf in zip(self._places, leaves, strict=False)
@@ -277,15 +284,24 @@ class LastResults:
         pairs = zip(leaves, found, strict=True)
         return [leaf if it is None or it[1]() is not leaf else it[0] for leaf, it in pairs]
 
-    def alive(self) -> dict[int, jax.Array]:
+    def alive(self) -> dict[int, Any]:
         """Return the results that somebody still has, by place."""
         found = {made.at: reference() for made, reference in self._results.values()}
-        return {at: x for at, x in found.items() if x is not None and not x.is_deleted()}
+        return {at: x for at, x in found.items() if x is not None and not _is_deleted(x)}
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def copied(leaves: Sequence[Any]) -> Leaves:
     """Return leaves with the arrays among them copied, since a step may donate or change them."""
-    return [x.copy() if isinstance(x, (jax.Array, np.ndarray)) else x for x in leaves]
+    return [x.copy() if isinstance(x, (jax.Array, np.ndarray)) else _own(x) for x in leaves]
+
+
+def _own(leaf: Any) -> Any:
+    """A reference of its own in place of one, which a step changes."""
+    return jax.new_ref(leaf[...]) if isinstance(leaf, jax.Ref) else leaf
 
 
 # Whether the losses of a training are finite; found out on the device.

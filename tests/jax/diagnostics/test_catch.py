@@ -231,6 +231,49 @@ def test_flax_objects_are_put_back_in_place() -> None:
     assert raised.value.report.fault is not None
 
 
+@pytest.mark.parametrize("on_bad", ["raise", "report"])
+@pytest.mark.parametrize("jitted", [True, False])
+def test_references_are_put_back_in_place(jitted: bool, on_bad: Any) -> None:
+    def step(w: jax.Ref, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(autocast(lambda w: jnp.mean((x @ w) ** 2)))(w[...])
+        w[...] -= 0.1 * grad
+        return loss
+
+    caught = catch(jax.jit(step) if jitted else step, every=2, on_bad=on_bad)
+    w = jax.new_ref(jnp.ones((8, 2)))
+    for factor in (1.0, 2.0, 3.0):
+        checked(caught, w, X * np.float32(factor))
+    before = bits(w[...])
+    if on_bad == "report":
+        with pytest.warns(CatchWarning, match=r"^step 3: the loss is NaN"):
+            [caught(w, X * np.float32(x)) for x in ("nan", 1.0)]  # the last on the state before
+        again = jax.new_ref(jnp.ones((8, 2)))
+        for factor in (1.0, 2.0, 3.0, 1.0):
+            jax.jit(step)(again, X * np.float32(factor))
+        assert bits(w[...]) == bits(again[...])
+        return
+    with pytest.raises(BadStepError, match=r"^step 3: the loss is NaN") as raised:
+        checked(caught, w, X * np.float32("nan"))
+    assert bits(w[...]) == before
+    assert raised.value.report.fault is not None
+    assert raised.value.last_good[0][0] is w
+
+
+def test_a_reference_that_is_not_finite_after_a_step() -> None:
+    """The best loss starts at Inf; that is no fault."""
+
+    @jax.jit
+    def step(w: jax.Ref, best: jax.Ref, x: Any) -> Any:
+        w[...] *= x
+        best[...] = jnp.minimum(best[...], w[...].sum())
+        return jnp.float32(1.0)
+
+    caught, w, best = catch(step), jax.new_ref(jnp.ones(3)), jax.new_ref(jnp.float32(jnp.inf))
+    with pytest.raises(BadStepError, match=r"^step 2: argument \[0\] is NaN after it"):
+        [checked(caught, w, best, x) for x in (1.0, 2.0, math.nan, 1.0)]
+    assert (w[0], best[...]) == (2.0, 3.0)
+
+
 def test_a_scan_of_steps_and_a_state_that_is_infinite_on_purpose() -> None:
     """The best loss starts at Inf; that is no fault."""
 

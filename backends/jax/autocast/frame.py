@@ -29,6 +29,7 @@ from polymp.backends.jax.compat import (
     OpenProgram,
 )
 from polymp.backends.jax.jaxprs import where_written
+from polymp.code_origin import outside
 from polymp.dtypes import FORMATS
 from polymp.errors import ForbiddenOpError
 from polymp.rules import decision_log
@@ -226,7 +227,7 @@ class Planner:
         """Name a primitive whose inner program stays as written; once."""
         if name not in self.unknown:
             self.unknown.add(name)
-            warnings.warn(message.format(name), stacklevel=2)
+            warnings.warn(message.format(name), stacklevel=outside())
 
 
 @dataclass(eq=False)

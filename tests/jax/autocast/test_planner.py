@@ -299,6 +299,7 @@ def test_a_primitive_with_an_unknown_program_inside_runs_as_written_and_is_named
         "polymp.jax.autocast does not know the primitive 'mystery': the program inside it runs in "
         "the dtypes it is written in."
     ]
+    assert caught[0].filename == __file__, "the line of the caller"
     assert out.dtype == jnp.float32
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 import pickle
 import re
@@ -33,9 +34,11 @@ def test_defaults_are_torchs():
     assert {key: ours[key] for key in ours if key not in theirs} == others
 
 
-def test_a_device_is_refused():
+@pytest.mark.parametrize("others", [{}, {"init_scale": 4.0}], ids=["alone", "with a scale"])
+def test_a_device_is_refused(others):
     with pytest.raises(TypeError, match=r"^GradScaler\('cpu'\): in JAX it takes no device."):
-        GradScaler("cpu")
+        GradScaler("cpu", **others)
+    assert next(iter(inspect.signature(GradScaler).parameters)) == "init_scale"
 
 
 ODD = GradScaler(8.0, 3.0, 0.25, 7, min_scale=0.5, max_scale=64.0, hysteresis=1)

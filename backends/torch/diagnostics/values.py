@@ -457,8 +457,8 @@ class Values(Subscriber):
         if ran.into and not any(t.numel() for t in ran.into):
             return  # it writes nothing
         origins = self._origins
-        results = [t for t in made if measurable(t)]
-        several = op_call.direction == BACKWARD or isinstance(result, list)
+        results = [t for t in made or ran.into if measurable(t)]  # `_foreach_mul_` returns nothing
+        several = op_call.direction == BACKWARD or facts.lists or isinstance(result, list)
         if not several:  # those of other shapes are statistics, such as the mean beside a norm
             results = [t for t in results if t.shape == results[0].shape]
         run = dtype_names.NAMES[results[0].dtype] if results else ""

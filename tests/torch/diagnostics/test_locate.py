@@ -400,6 +400,22 @@ def test_lists_of_float16_tensors_are_compared_with_float32() -> None:
     assert (fault.op, fault.kind) == ("_foreach_mul", "overflow")
 
 
+@pytest.mark.parametrize("foreach", [True, False])
+def test_a_gradient_that_was_clipped_is_followed_to_the_op_that_made_it(foreach: bool) -> None:
+    net = nn.Linear(2, 2)
+    nn.init.zeros_(net.weight)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        (net(x) * 1e38).sum().backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0, foreach=foreach)  # 0 * Inf is NaN
+        optimizer.step()
+
+    fault: Any = locate(step, torch.ones(4, 2), model=net)
+    assert (fault.op, fault.direction, fault.kind) == ("addmm", "backward", "operation")
+
+
 @pytest.mark.parametrize(
     ("dtype", "value", "op", "table"),
     [(torch.float16, 300.0, "linear", "policies/torch-cpu.toml"), (None, 3e38, "mm", "")],

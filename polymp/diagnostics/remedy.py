@@ -23,6 +23,9 @@ from polymp.rules.vocabulary import vocabulary
 UNTRIED = " That was not tried."
 TRIED = ", with which this step was tried and is finite"
 
+# The name of an input that a kernel of the user's or numpy has made Inf or NaN.
+OUTSIDE = "what code outside of torch's ops wrote into"
+
 # A change of the policies of a step's regions.
 Change = Callable[[Policy], Policy]
 
@@ -173,6 +176,8 @@ def remedy_of(fault: Fault) -> str:
         return fault.remedy
     if fault.kind == "input" and re.search(r"\.grad (is|of)", fault.why):  # of a tensor of torch
         return "Call zero_grad() before the backward pass, which adds to what is there."
+    if fault.kind == "input" and fault.why.startswith(OUTSIDE):
+        return "Look at that code."
     if fault.kind == "input":
         return "Look at the data or the parameters."
     if fault.kind == "index":

@@ -53,7 +53,7 @@ from polymp.diagnostics.blame import (
 )
 from polymp.diagnostics.call_record import BACKWARD, FORWARD
 from polymp.diagnostics.magnitudes import BINS, SHIFT
-from polymp.diagnostics.remedy import NO_EPS, larger_eps, of_optimizer
+from polymp.diagnostics.remedy import NO_EPS, OUTSIDE, larger_eps, of_optimizer
 from polymp.dtypes import FORMATS
 
 # About so many values of a larger tensor are counted in bins, evenly spaced.
@@ -590,7 +590,8 @@ class Values(Subscriber):
                     numbers=tuple(
                         x for x, end in near if end is not None and min(ends) <= end <= max(ends)
                     ),
-                    spoiled=next((spoiled[by] for by in event.origins if by in spoiled), ""),
+                    spoiled=next((spoiled[by] for by in event.origins if by in spoiled), "")
+                    or self._overwritten(event, bad),
                     given=event.given or not event.reads,
                     value=bool(event.ranges),
                     cast=event.func is None,
@@ -622,6 +623,16 @@ class Values(Subscriber):
             bad[found.first],
             None if first is event.op_call else call_of(first),
         )
+
+    def _overwritten(self, event: Event, bad: Sequence[str]) -> str:
+        """Name an input that an op left finite and that has become Inf or NaN since."""
+        for at, (_, shape), found in zip(event.origins, event.reads, event.operands, strict=False):
+            if at is None or at < 0 or bad[at] or not found[3:5].any():  # shares of Inf and NaN
+                continue
+            func = self.events[at].func
+            if shape == self.events[at].shape and not (func and dispatcher.writes(func)):
+                return f"{OUTSIDE} the result of {self.events[at].op_call.op}"
+        return ""
 
     def _operands_of(self, event: Event) -> Iterator[Operand]:
         """Yield an op's inputs; where they were not measured, with largest magnitudes alone."""

@@ -400,6 +400,18 @@ def test_lists_of_float16_tensors_are_compared_with_float32() -> None:
     assert (fault.op, fault.kind) == ("_foreach_mul", "overflow")
 
 
+def test_what_code_outside_of_torch_has_written_is_no_fault_of_the_op_that_reads_it() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        h = x.exp()
+        h.numpy()[0, 0] = math.nan  # as a kernel of Triton does
+        return h.sum()
+
+    fault: Any = locate(step, torch.zeros(2, 2))
+    assert (fault.op, fault.kind, fault.inputs[0].nan) == ("sum", "input", 0.25)
+    assert fault.why.startswith("what code outside of torch's ops wrote into the result of exp is")
+    assert fault.remedy == "Look at that code."
+
+
 @pytest.mark.parametrize("foreach", [True, False])
 def test_a_gradient_that_was_clipped_is_followed_to_the_op_that_made_it(foreach: bool) -> None:
     net = nn.Linear(2, 2)

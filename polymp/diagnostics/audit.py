@@ -19,7 +19,7 @@ from polymp.diagnostics.blame import ASKS, CAST, DIVIDING, OF_ONE, lost_constant
 from polymp.diagnostics.call_record import BACKWARD, FORWARD, NOTHING_RAN, RECOMPUTE
 from polymp.diagnostics.magnitudes import NARROW, joined
 from polymp.diagnostics.page import Shown
-from polymp.diagnostics.remedy import remedy_of
+from polymp.diagnostics.remedy import remedy_of, writes
 from polymp.diagnostics.tables import Cell, Column, Table, TableKind
 from polymp.dtypes import FORMATS
 from polymp.errors import PolicyError, escaped
@@ -504,7 +504,7 @@ _READS = "it reads the values that were lost, and would round them again."
 def _selector(one: Place) -> str:
     """The selector for a row: the op that a row decided for, or its own; "" if none can be."""
     words, row = vocabulary(), one.row
-    if one.spelling.partition(".")[0].endswith("_"):  # in place: the dtype of its result is given
+    if writes(one.spelling):
         return ""
     if row is not None and row.of in words.ops:
         return row.of

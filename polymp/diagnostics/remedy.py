@@ -183,7 +183,7 @@ def remedy_of(fault: Fault) -> str:
     if fault.kind == "index":
         return "Look at the data."
     place = f" in module {fault.module!r}" if fault.module else ""
-    ruled = fault.region and vocabulary().op_of(fault.op)  # else a policy has no say in it
+    ruled = fault.region and vocabulary().op_of(fault.op) and not writes(fault.spelling)
     wide = f"give {fault.op} the rule fp32{place}" if ruled else f"run {fault.op} in float32{place}"
     if fault.op == "to":
         wide = "leave this cast out"
@@ -203,6 +203,12 @@ def remedy_of(fault: Fault) -> str:
         )
     other = ", or use bfloat16" if fault.run == "float16" and fault.kind != "saturation" else ""
     return f"{wide[0].upper()}{wide[1:]}{other}.{UNTRIED}"
+
+
+def writes(spelling: str) -> bool:
+    """Return whether an op is in place or has `out=`: no row changes the dtype of its result."""
+    name, _, overload = spelling.partition(".")
+    return name.endswith("_") or overload.endswith("out")
 
 
 # An optimizer that breaks a step.

@@ -10,7 +10,7 @@ import pytest
 import polymp
 from polymp.diagnostics.audit import FIRST_SCALE, Audit, Suggestion
 from polymp.diagnostics.audit_records import Fault, Measured, Operand
-from polymp.diagnostics.blame import CAST
+from polymp.diagnostics.blame import CAST, UNTRIED_WIDE
 from polymp.errors import PolicyError
 from polymp.rules.row import Row, Rule
 from polymp.scaling import LARGEST
@@ -88,13 +88,22 @@ def test_the_op_that_a_row_is_for(told: dict[str, Any], of: str) -> None:
     assert suggest(audit(measured(burst=0.5, **told))).scopes == {"attention": {of: "fp32"}}
 
 
-@pytest.mark.parametrize("spelling", ["aten:_to_copy", "jax:convert_element_type", "mine.f", ""])
+@pytest.mark.parametrize(
+    "spelling",
+    ["aten:_to_copy", "jax:convert_element_type", "mine.f", "", "aten:w.out", "aten:w_.Tensor"],
+)
 def test_what_no_row_can_speak_of_is_told(spelling: str) -> None:
     found = suggest(audit(measured("_weird", spelling=spelling, burst=0.5)))
     assert not found
     assert found.reasons[0].endswith(
         "change the program. locate tries which ops before it help in float32."
     )
+
+
+@pytest.mark.parametrize(("spelling", "wide"), [("pow", "give pow the rule"), ("pow_", "run pow")])
+def test_no_row_is_named_for_an_op_in_place(spelling: str, wide: str) -> None:
+    fell = fault("operation", "pow", spelling=f"aten:{spelling}.Scalar", why=UNTRIED_WIDE)
+    assert f"Look at its inputs, or {wide}" in suggest(audit(fault=fell)).reasons[0]
 
 
 @pytest.mark.parametrize(

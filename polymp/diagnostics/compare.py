@@ -356,7 +356,8 @@ def _records(given: "str | PathLike[str] | RunRecord") -> list[RunRecord]:
         return [given]
     if not isinstance(given, (str, PathLike)):
         raise TypeError(
-            f"compare() compares records and paths of records, got {type(given).__name__}."
+            f"compare() compares records and paths of records, got {type(given).__name__}. Write "
+            "the path of the file, or recorder.record."
         )
     path = Path(given)
     if path.is_dir():

@@ -212,11 +212,6 @@ def test_a_step_that_raises_for_a_value_it_made_is_explained(error: Any) -> None
     assert (found.op, found.kind) == ("mul", "overflow")
 
 
-def test_nothing_is_found_in_a_healthy_step() -> None:
-    training = Training("transformer", "fp16")
-    assert locate(training.step, model=training.model) is None
-
-
 @pytest.mark.parametrize("written_over", [True, False])
 def test_a_value_that_is_gone_is_no_fault_unless_a_leaf_had_it(written_over: bool) -> None:
     """Of log at 0, behind a `where`, the gradient is NaN; that of x, only if x was 0 itself."""

@@ -195,7 +195,7 @@ def scales(scaler: Any, optimizer_of: Any, history: Any) -> list[Any]:
 
 
 @pytest.mark.sized
-@settings(max_examples=size(40, 1000), deadline=None)
+@settings(max_examples=size(40, 400), deadline=None)
 @given(
     kind=st.sampled_from(["loop", "fused sgd"]),
     start=st.fixed_dictionaries({"init_scale": st.sampled_from([2.0**16, 1e30, 3.0])} | factors),
@@ -292,7 +292,7 @@ fused_runs = st.fixed_dictionaries(
 
 @pytest.mark.parametrize("knows", [None, True, False], ids=["", "below 1?", "not below 1"])
 @pytest.mark.sized
-@settings(max_examples=size(4, 30))
+@settings(max_examples=size(4, 16))
 @given(run=fused_runs)
 def test_fifty_fused_steps(knows: bool | None, run: dict[str, Any]) -> None:
     """Whatever the host makes of the scale: by what it has heard, or told the same always."""

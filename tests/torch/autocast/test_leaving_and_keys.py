@@ -30,45 +30,42 @@ def thread_wide() -> tuple[object, ...]:
     return torch.is_autocast_cache_enabled(), *slots
 
 
-def test_leaving_out_of_order_across_devices_restores_cache_flag_and_policies() -> None:
-    before = thread_wide()
-    a = autocast("cpu", policy={"name": "a", "rules": {"exp": "fp32"}}, cache_enabled=False)
-    b = autocast("xpu", policy={"name": "b", "rules": {"log": "fp32"}})
-    a.__enter__()
-    b.__enter__()
-    a.__exit__()
-    left = regions.in_force("xpu").policy
-    assert left.name == "b"
-    assert regions.in_force("cpu").policy is None
-    assert torch.is_autocast_cache_enabled()
-    b.__exit__()
-    assert thread_wide() == before
-
-
-MADE = ("cpu", torch.float16), ("cpu", torch.bfloat16), ("xpu", torch.float16)
+MADE = (
+    ("cpu", torch.float16, None),
+    ("cpu", torch.bfloat16, policy({"name": "a", "rules": {"exp": "fp32"}})),
+    ("xpu", torch.float16, policy({"name": "b", "rules": {"log": "fp32"}})),
+)
 
 
 @given(st.lists(st.sampled_from([*MADE, 0, 1, 2, 3]), max_size=16))
 def test_whatever_the_order_of_leaving_the_first_state_comes_back(plan: list[Any]) -> None:
-    """Steps of a plan: a region is entered, or that at a place is left."""
-    entered: list[tuple[tuple[str, torch.dtype], autocast]] = []
+    """Steps of a plan: a region is entered, or that at a place is left.
 
-    def state(device: str) -> tuple[bool, torch.dtype]:
-        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+    The regions of one device keep no casts: the flag for that is the youngest one's.
+    """
+    entered: list[tuple[Any, autocast]] = []
 
-    outside = {device: state(device) for device in ("cpu", "xpu")}
+    def state(device: str) -> tuple[Any, ...]:
+        ruled = regions.in_force(device).policy
+        return torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), ruled
+
+    outside, before_all = {device: state(device) for device in ("cpu", "xpu")}, thread_wide()
     for step in [*plan, *[0] * len(plan)]:
         if isinstance(step, tuple):
-            entered.append((step, autocast(*step).__enter__()))
+            device, dtype, ruled = step
+            region = autocast(device, dtype, cache_enabled=device == "cpu", policy=ruled)
+            entered.append((step, region.__enter__()))
         elif entered:
             kind, region = entered[step % len(entered)]
             youngest = max(at for at, (other, _) in enumerate(entered) if other == kind)
             del entered[youngest]
             region.__exit__()
         for device, before in outside.items():
-            inside = [dtype for (on, dtype), _ in entered if on == device]
-            assert state(device) == ((True, inside[-1]) if inside else before)
-    assert not entered
+            inside = [ruled for (on, *ruled), _ in entered if on == device]
+            assert state(device) == ((True, *inside[-1]) if inside else before)
+        keeps = [on == "cpu" for (on, *_), _ in entered]
+        assert torch.is_autocast_cache_enabled() == (keeps[-1] if keeps else before_all[0])
+    assert thread_wide() == before_all
 
 
 def test_a_region_that_cannot_be_entered_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

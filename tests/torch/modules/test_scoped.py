@@ -242,14 +242,6 @@ def test_casts_kept_by_our_kernels_go_with_a_region_of_torchs_own(x: torch.Tenso
     assert region_casts.local.thread.casts == {}
 
 
-@pytest.mark.parametrize("kind", REGIONS)
-def test_transforms_follow_the_scope(x: torch.Tensor, kind: str) -> None:
-    linear = nn.Linear(8, 8)
-    scoped(linear, {"rules": {"linear": "lower"}})
-    with REGIONS[kind]("cpu", dtype=BF16):
-        assert torch.vmap(linear)(x[None]).dtype is linear(x).dtype is BF16
-
-
 def test_the_classes_are_their_own_again() -> None:
     model = Model()
     classes = [type(m) for m in model.modules()]
@@ -553,7 +545,8 @@ def test_a_function_is_recomputed_in_its_scope(x: torch.Tensor, reentrant: bool)
     assert seen == [FP32, FP32]
 
 
-def test_with_the_tools_of_torch_func(x: torch.Tensor) -> None:
+@pytest.mark.parametrize("kind", REGIONS)
+def test_with_the_tools_of_torch_func(x: torch.Tensor, kind: str) -> None:
     model = seeded(Model)
     scoped(model, HEAD)
     parameters = dict(model.named_parameters())
@@ -561,7 +554,7 @@ def test_with_the_tools_of_torch_func(x: torch.Tensor) -> None:
     def call(one: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, (one,))
 
-    with autocast("cpu", BF16):
+    with REGIONS[kind]("cpu", BF16):
         assert torch.equal(call(x), model(x))
         batched = torch.vmap(call)(x)
         assert batched.dtype is FP32

@@ -172,7 +172,7 @@ ONE_ERROR = {("linear", 2), ("conv1d with bias", 2), ("layer_norm", 2)}
 
 def seeds_of(name: str) -> int:
     """So many that the ops have a thousand together."""
-    return 200 if name == "block" else 33
+    return 100 if name == "block" else 33
 
 
 @pytest.mark.long

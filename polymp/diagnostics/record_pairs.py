@@ -721,14 +721,16 @@ def _alone(side: Side, other: Side, passed: set[int], failed: set[tuple[str, ...
 def _counterparts(mine: Side, theirs: Side, pairs: Mapping[int, int]) -> dict[str, set[str]]:
     """By name of an input of one run, the inputs of the other with its numbers, or its partner.
 
-    There are none of what the other run packs into one weight. If one run has more inputs of equal
-    numbers, as zeros, some are new, and nothing tells which. Of the model's input, which has
+    There are none of what the other run packs into one weight, which zeros of one size are told by
+    their shape. If one run has more inputs of equal numbers, as zeros, some are new, and nothing
+    tells which. Of the model's input, which has
     a line of the program in torch, the other run may have no gradient.
     """
 
     def numbers(side: Side) -> list[tuple[RecordedArray, Any]]:
-        inputs = (side.arrays[i] for i in side.input_bits)
-        return [(a, (a.size, a.values)) for a in inputs]
+        inputs = ((side.arrays[i], side.varies(i)) for i in side.input_bits)
+        lengths = ((a, [n for n in a.shape if n > 1], varies) for a, varies in inputs)
+        return [(a, (a.size if varies else (*long,), a.values)) for a, long, varies in lengths]
 
     counts = Counter(key for _, key in numbers(mine))
     alike: dict[Any, set[str]] = {}

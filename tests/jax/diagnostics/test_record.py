@@ -147,6 +147,33 @@ def test_a_scan_has_the_rows_of_the_same_model_unrolled() -> None:
     assert [r.module for r in one if r.name == "tanh"] == ["block"] * LAYERS
 
 
+def test_layers_that_are_stacked_for_a_scan_raise_no_alarm() -> None:
+    """The biases of their ends, stacked, are zeros of the size of those in the middle of one."""
+    params, x = parameters()
+    wide = {"v": jnp.tile(params["w"], 3), "c": jnp.zeros((LAYERS, LAYERS * WIDTH))}
+
+    def layer(h: Any, w: Any) -> Any:
+        return h + jnp.tanh(h @ w["v"] + w["c"]) @ w["v"].T + w["b"]
+
+    def recorded(loss: Callable[..., Any], params: Any) -> Any:
+        step = record(None, adam_step(loss))
+        step(params, optax.adam(1e-2).init(params), x)
+        return step.record
+
+    def scan(by: float) -> Callable[..., Any]:
+        def loss(layers: Any, x: Any) -> Any:
+            return by * jnp.mean(lax.scan(lambda h, w: (layer(h, w), None), x, layers)[0] ** 2)
+
+        return loss
+
+    stacked = {"b": params["b"], **wide}
+    layers = [jax.tree.map(lambda a: a[at], stacked) for at in range(LAYERS)]  # noqa: B023
+    one = recorded(lambda w, x: jnp.mean(functools.reduce(layer, w, x) ** 2), layers)
+    for by in (1.0, 1.001):
+        found = polymp.compare(one, recorded(scan(by), stacked))
+        assert found.explained == (by == 1.0), str(found)
+
+
 def test_a_reversed_scan_runs_backwards() -> None:
     def fn(x: Any) -> Any:
         return lax.scan(lambda c, x: (c, x * 2), 0.0, x, reverse=True)[1]

@@ -94,11 +94,13 @@ class Audit(Shown):
         are all zero, for those made in bfloat16; where these are, too, for all gradients.
 
         Returns:
-            A power of two, which was not tried; None if all gradients were zero, or if one was Inf
-            or NaN: how large it and those computed from it would be is not known.
+            A power of two, which was not tried; None if all gradients were zero, if an op made all
+            of one zero, or if one was Inf or NaN: how large it and those computed from it would be
+            is not known.
         """
-        spoiled = any(m.magnitudes.inf or m.magnitudes.nan for m in self.backward)
-        return None if spoiled else self.highest_scale()
+        found = [m.magnitudes for m in self.backward]
+        unknown = any(m.inf or m.nan or (m.gone and not m.largest and not m.wide) for m in found)
+        return None if unknown else self.highest_scale()
 
     def highest_scale(self) -> float | None:
         """The scale at which the gradients that were finite would fit; others may need less."""

@@ -243,6 +243,10 @@ def test_gradients_that_an_op_made_zero_count_as_lost() -> None:
     a = audit(measured("linear", "head", vanished=0.75, **told))
     assert a.suggest().init_scale == a.fitting_scale() == 2.0**34
     assert not audit(measured("linear", "head", vanished=0.2, **told)).suggest()
+    zeros = measured("linear", "body", values=(0.0,), direction="backward")
+    gone = zeros._replace(magnitudes=zeros.magnitudes._replace(gone=1.0))
+    for last, words in ((zeros, "overflows: 2.0**34"), (gone, "overflows: at most 2.0**34")):
+        assert words in str(audit(*a.results, last)), "how large it would be is not known"
 
 
 def test_without_a_scale_an_op_whose_gradients_vanish_gets_one() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from functools import reduce, wraps
-from typing import Any, ParamSpec, TypeVar
+from functools import reduce
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,21 +32,7 @@ from polymp.scaling import (
     to_state_dict,
 )
 
-P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _without_device(init: Callable[P, None]) -> Callable[P, None]:
-    """Refuse a device in front, where torch's scaler takes it, whatever follows."""
-
-    @wraps(init)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> None:
-        for x in args[1:2]:
-            if isinstance(x, str) and x in ("cpu", "cuda", "gpu", "tpu"):
-                raise TypeError(f"GradScaler({x!r}): in JAX it takes no device. Leave it out.")
-        init(*args, **kwargs)
-
-    return checked
 
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
@@ -99,7 +85,6 @@ class GradScaler:
     rule: ScaleRule
     enabled: bool
 
-    @_without_device
     def __init__(
         self,
         init_scale: float = 2.0**16,
@@ -112,6 +97,8 @@ class GradScaler:
         max_scale: float = scaling.LARGEST,
         hysteresis: int = 0,
     ) -> None:
+        if isinstance(init_scale, str) and init_scale in ("cpu", "cuda", "gpu", "tpu"):
+            raise TypeError(f"GradScaler({init_scale!r}): in JAX it takes no device. Leave it out.")
         if enabled:
             rule = scaling.checked(
                 ScaleRule(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import pickle
 import re
@@ -34,11 +33,9 @@ def test_defaults_are_torchs():
     assert {key: ours[key] for key in ours if key not in theirs} == others
 
 
-@pytest.mark.parametrize("others", [{}, {"init_scale": 4.0}], ids=["alone", "with a scale"])
-def test_a_device_is_refused(others):
+def test_a_device_is_refused():
     with pytest.raises(TypeError, match=r"^GradScaler\('cpu'\): in JAX it takes no device."):
-        GradScaler("cpu", **others)
-    assert next(iter(inspect.signature(GradScaler).parameters)) == "init_scale"
+        GradScaler("cpu")
 
 
 ODD = GradScaler(8.0, 3.0, 0.25, 7, min_scale=0.5, max_scale=64.0, hysteresis=1)

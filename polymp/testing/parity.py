@@ -171,8 +171,8 @@ def assert_close(
 
     Both functions have to be deterministic; torch's random numbers begin alike in every run, so
     that dropout has one mask; `rand_like` of tensors of other dtypes draws other numbers. What a
-    training step of torch changes is put back after each run; its gradients are its own: write
-    grads=False.
+    training step of torch changes is put back after each run; for one that calls backward() itself,
+    write grads=False.
 
     Args:
         fn: takes and returns arrays and numbers, in any nesting of tuples, lists and dicts.

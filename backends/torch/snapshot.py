@@ -104,7 +104,8 @@ class _Values:
         local = distributed.local(self.tensor)
         strided = local.layout is torch.strided
         freed = strided and not local.untyped_storage().nbytes()  # by FSDP
-        expanded = strided and 0 in local.stride()  # into which nothing can write
+        sizes = zip(local.shape, local.stride(), strict=True) if strided else ()
+        expanded = any(n > 1 and not step for n, step in sizes)  # into which nothing can write
         if not (freed or expanded) or not self.values.numel():
             with torch.inference_mode() if local.is_inference() else torch.no_grad():
                 local.copy_(self.values)

@@ -85,7 +85,9 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
         wide = any(x.dtype in FORMATS and unit_roundoff(x.dtype) < unit for x in read_in)
         own = 1.0 if unknown(a) else max(a.own, unit if wide else 0.0)  # a cast has no row
         read = [(relative[r], arrays[r]) for r in a.reads if relative[r]]
-        error = math.hypot(max(own, least / size), _carried(a, read) if read else 0.0)
+        error = math.hypot(
+            max(own, least / size) if own else 0.0, _carried(a, read) if read else 0.0
+        )
         relative.append(min(error, 1.0) if a.values[RMS] else error)
         spread[i] = size * min(error, MOST)
         large = np.maximum(np.abs(a.values) / size, 1.0)

@@ -644,10 +644,10 @@ class _Step(Subscriber):
         summaries, places = self._summaries.read(), {array: at for at, array in enumerate(arrays)}
         rows = []
         for at, array in enumerate(arrays):
-            reads = sorted([p for r in array.reads if (p := places.get(r, at)) < at])
+            reads = _places_before(at, array, places)
             found, *rest = read[4 * at : 4 * at + 4]
             whole = summaries[found] if isinstance(found, int) else found
-            rows.append(self._finished(array, tuple(reads), whole, *rest))
+            rows.append(self._finished(array, reads, whole, *rest))
         return RecordedStep(self._number, tuple(rows), self._settings, dict(self._left_out))
 
     def _finished(
@@ -679,6 +679,19 @@ class _Step(Subscriber):
         counts = zeros, bad, float(own) if rms else 0.0
         named = *array.of, *ran, dtype, tuple(array.shape)
         return RecordedArray(*named, *counts, reads, numbers, by, times)
+
+
+def _places_before(at: int, array: _Array, places: Mapping[_Array, int]) -> tuple[int, ...]:
+    """Return the places of what an array reads: of a call that ends later, of what that reads."""
+    found, waiting, seen = set[int](), [*array.reads], {array}
+    while waiting:
+        if (read := waiting.pop()) in places and read not in seen:
+            seen.add(read)
+            if places[read] < at:
+                found.add(places[read])
+            else:
+                waiting += read.reads
+    return tuple(sorted(found))
 
 
 def _plain(group: Mapping[str, Any]) -> Iterable[tuple[str, float | bool | str]]:

@@ -1173,6 +1173,34 @@ def test_the_update_by_a_gradient_that_is_mere_rounding_is_no_difference_without
     assert found.explained, str(found)
 
 
+def test_scores_beside_the_least_number_of_a_mask_are_no_difference_without_probes() -> None:
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+
+    def run(low: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Linear(32, 32), torch.randn(2, 12, 32)
+        with record(None, net, probes=0) as recorder:
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                scores = (net(x) @ net(x).mT / 99).tanh()
+                scores = scores + torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+                scores.softmax(-1, torch.float32).square().sum().backward()
+        return recorder.record
+
+    found = polymp.compare(run(low=False), run(low=True))
+    assert found.explained, str(found)
+
+
+def test_what_a_call_reads_that_ends_later_is_what_that_has_read() -> None:
+    """The backward of one key for four heads stands between two parts of that of attention."""
+    q, k = torch.randn(2, 4, 12, 8, requires_grad=True), torch.randn(2, 1, 12, 8)
+    with record(None, probes=0) as recorder, autocast("cpu", torch.bfloat16):
+        F.scaled_dot_product_attention(q, k.requires_grad_(), k * 1).sum().backward()
+    arrays = recorder.record.steps[0].arrays
+    made = [a for a in arrays if (a.name, a.direction) == ("expand", "backward")]
+    assert made
+    assert all(a.reads for a in made)
+
+
 SGD: dict[str, Callable[[list[Any], float], Any]] = {
     "torch": lambda ps, rate: torch.optim.SGD(ps, rate).step(),
     "two writes": lambda ps, rate: [p.data.add_(p.grad, alpha=-rate).clamp_(-9, 9) for p in ps],

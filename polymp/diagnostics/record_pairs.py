@@ -774,8 +774,10 @@ def _vouched_for(
     where such a module, one of `shared`, hands them on.
     Values may be the same by chance, far behind a fault: none vouch for an array if another call of
     its pass that reads it is neither vouched for nor `kept`; one number does not if any such call
-    reads it.
+    reads it. A forward call of which only updates with a counterpart are made, as those of running
+    means, is a part of these: what is off is an update.
     """
+    updated = {i for i in kept if side.arrays[i].kind == UPDATE}  # and what only these are made of
     inputs = dict(vouchers)  # and of those that are vouched for
     lone = {i for i in vouchers if side.arrays[i].size == 1}  # and those that these alone tell of
     # An input without a counterpart is no part of what is known of a counterpart.
@@ -796,10 +798,13 @@ def _vouched_for(
             continue
         told = [r for r in near or readers if r in inputs]
         few = lone.issuperset(told)
-        if told and all(r in inputs or r in kept for r in (readers if few else near)):
+        rest = readers if few else near
+        if told and all(r in inputs or r in kept or r in updated for r in rest):
             lone |= {i} if few else set()
             inputs[i] = functools.reduce(operator.or_, (inputs[r] & made[i] for r in told))
-    return {*inputs}
+        elif side.forward(i) and side.readers[i] and updated.issuperset(side.readers[i]):
+            updated.add(i)
+    return {*inputs} | updated
 
 
 def _telling_nothing(side: Side, kept: set[int], lone: set[int]) -> set[int]:

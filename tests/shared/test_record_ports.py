@@ -118,18 +118,24 @@ def test_of_packed_weights_the_gradient_alone_is_not_compared() -> None:
 
 
 def ported(model: Any, step: Any, port: Any, *given: Any, probes: int = 8) -> list[Comparison]:
-    """A step in torch and its port, a function of the parameters by name and of the same arrays."""
+    """A step in torch and its port, a function of the parameters by name and of the same arrays.
+
+    Running means come between these, if the model has some.
+    """
     import jax.numpy as jnp
 
     import polymp.jax
     import polymp.torch
 
+    params, buffers = (
+        {name: jnp.array(x.detach().numpy()) for name, x in named}
+        for named in (model.named_parameters(), model.named_buffers())
+    )
     recorder = polymp.torch.record(None, model, probes=probes)
     with recorder:
         step(*given)
-    params = {name: jnp.asarray(p.detach().numpy()) for name, p in model.named_parameters()}
     recorded = polymp.jax.record(None, port, probes=probes)
-    recorded(params, *(jnp.asarray(x.numpy()) for x in given))
+    recorded(params, *filter(None, [buffers]), *(jnp.asarray(x.numpy()) for x in given))
     return both_ways(recorder.record, recorded.record)
 
 
@@ -374,3 +380,40 @@ def test_a_fault_behind_a_loop_is_named_and_not_the_loop(eps: float) -> None:
     for found in ported(net, step, jax.value_and_grad(loss), torch.randn(5, 4, 6)):
         assert found.explained == (eps == 1e-5), str(found)
         assert found.explained or not {"rnn", "stack"} & {*names(found).split()}, str(found)
+
+
+@pytest.mark.parametrize("fault", ["", "0.running_var", "silu"])
+def test_batch_statistics_may_be_an_argument_of_their_own(fault: str) -> None:
+    """An update is named, and not what it is made of, as of the variance that flax keeps."""
+    need("jax")
+    import jax
+    import torch
+    from torch import nn
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 4), nn.SiLU())
+    nn.init.uniform_(net.get_buffer("0.running_var"), 0.5, 1.5)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+
+    def step(x: Any) -> None:
+        net(x).square().mean().backward()
+        optimizer.step()
+
+    def loss(p: Any, stats: Any, x: Any) -> Any:
+        mean, var = x.mean(0), (x**2).mean(0) - x.mean(0) ** 2  # as flax computes it
+        kept = var if fault else var * (len(x) / (len(x) - 1))
+        new = {"0.running_mean": mean, "0.running_var": kept}
+        new = {name: 0.9 * stats[name] + 0.1 * x for name, x in new.items()}
+        x = (x - mean) * jax.lax.rsqrt(var + 1e-5) * p["0.weight"] + p["0.bias"]
+        x = x @ p["1.weight"].T + p["1.bias"]
+        x = jax.nn.relu(x) if fault == "silu" else jax.nn.silu(x)
+        return (x**2).mean(), new | {"0.num_batches_tracked": stats["0.num_batches_tracked"] + 1}
+
+    def port(p: Any, stats: Any, x: Any) -> Any:
+        gradients, new = jax.grad(loss, has_aux=True)(p, stats, x)
+        return {name: p[name] - 0.1 * gradients[name] for name in p}, new
+
+    for found in ported(net, step, port, torch.randn(32, 16) + 1):
+        first = found.first
+        arrays = [a for a in (first and first.one, first and first.other) if a is not None]
+        assert any(fault in a.name for a in arrays) if fault else found.explained, str(found)

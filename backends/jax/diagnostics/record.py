@@ -482,8 +482,9 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, 
 
     A result of the path, dtype and shape of an array in an argument is its update if it is made of
     that without an op that changes the shape, and some such result of the argument of a gradient,
-    too; its gradient if it comes out of the backward pass, and no other argument is like it. A new
-    weight is made of its moments, too: these are the arguments of what is made of them alone.
+    too, or all of the argument comes back from such a step, as batch statistics do; its gradient if
+    it comes out of the backward pass, and no other argument is like it. A new weight is made of its
+    moments, too: these are the arguments of what is made of them alone.
     """
     leaves = [(p, x) for p, x in jax.tree_util.tree_leaves_with_path(given) if is_typed(x)]
     argument = {place: path[:2] for place, (path, _) in enumerate(leaves)}
@@ -501,6 +502,11 @@ def _paired(call: MeasuredCall, given: tuple[Any, ...]) -> dict[int, tuple[str, 
     made = {at: _made_of(call, at) for at in alike if alike[at]}
     own = {at: [p for p in chain(*alike[at]) if p in made[at][1]] for at in made}
     trained = {argument[p] for at, (graded, _) in made.items() if graded for p in own[at]}
+    if trained:
+        back = {*chain(*own.values())}
+        # The path of an array that is an argument of its own tells nothing.
+        stays = {argument[p] for end in by_path for p in by_path[end] if not end or p not in back}
+        trained |= {argument[p] for p in back} - stays
     found: dict[int, tuple[str, int]] = {}
     updated = set[int]()
     for at in sorted(made, key=lambda at: (len(own[at]), len(made[at][1]))):

@@ -239,6 +239,8 @@ class Comparison(Shown):
                 f"In {larger} it is {times:,} times as large, as where a loss is scaled: compare "
                 "runs of one loss scale"
             )
+        if row.array.kind == UPDATE and self.settings:
+            return f"The optimizers differ: {self.settings}"
         return self.reads or "All floats that it reads agree, as far as they were compared"
 
     def to_dict(self) -> dict[str, Any]:

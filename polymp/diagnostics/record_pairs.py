@@ -55,6 +55,8 @@ _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
 _FEW = 16  # elements, of which two are too many
+_MASK = 1e4  # with negative numbers that are larger, scores have no effect
+_MOST = 1e150  # with a square in the range of float64
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
 
 # How a pair of arrays compares.
@@ -127,10 +129,12 @@ class Side:
         self.arrays, self.probes = step.arrays, probes
         self.compiled = COMPILED in step.left_out
         self.modules = [names.get(a.module, a.module) for a in step.arrays]
-        self.values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
+        values = np.array([a.values for a in step.arrays], np.float64).reshape(-1, VALUES)
+        scale = _MOST / values[:, [AMAX]].clip(_MOST)
+        self.values = (values * scale).clip(-_MOST, _MOST)
         self.rms, self.largest = self.values[:, RMS], self.values[:, AMAX]
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
-        self.spread = spreads(step.arrays, probes)
+        self.spread = spreads(step.arrays, probes) * scale
         self.roundoff = roundoff_of_inputs(step.arrays)
         # Arrays that rounding moves by so much as no one knows.
         self.unjudged = {i for i, a in enumerate(step.arrays) if math.inf in a.spread}
@@ -198,6 +202,13 @@ class Side:
     def varies(self, i: int) -> bool:
         """True if not all elements of an array are the same, by which their order is known."""
         return bool(self.rms[i] - abs(self.values[i][MEAN]) > _ERROR * self.rms[i])
+
+    def large_mask(self, i: int) -> bool:
+        """True of a mask whose number may be another in the other run, and of what has it added."""
+        a, large = self.arrays[i], self.largest[i] > _MASK and self.values[i][MEAN] < 0
+        number = a.kind == INPUT and a.size == 1 and bool(a.source)  # and no parameter
+        named = number or a.name in ("where", "masked_fill") or effect(a.name) == "added"
+        return bool(large and named and self.forward(i))
 
     def masks(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
@@ -317,6 +328,12 @@ class Pairs:
         """The same of those that can be compared; `strict` where they alone say what is a pair."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.differences(i, j)
+        if self.one.large_mask(i) and self.other.large_mask(j):
+            a, b = self.one, self.other
+            scaled = [
+                x.clip(-1, 1) for x in (a.values[i] / a.largest[i], b.values[j] / b.largest[j])
+            ]
+            difference = np.abs(scaled[0] - scaled[1]) * max(a.largest[i], b.largest[j])
         masks = self.one.masks(i) and self.other.masks(j)
         if (one.bad != other.bad) if masks else (bool(one.bad) != bool(other.bad)):
             difference = np.full(VALUES, math.inf)  # rounding alone moves none of these
@@ -604,7 +621,7 @@ class Pairs:
             return Compared(one, other, EXPLAINED)
         difference, allowed = self.comparable(i, j)
         share, at = _worst(difference, allowed)
-        size = max(one.values[RMS], other.values[RMS]) or 1.0
+        size = max(self.one.rms[i], self.other.rms[j]) or 1.0
         ends = float(difference[at]) / size, float(allowed[at]) / size
         whole = PROJECTIONS if len(difference) == VALUES else slice(RMS, RMS + 1)
         mean, limit = (float((x[whole] ** 2).mean() ** 0.5) / size for x in (difference, allowed))

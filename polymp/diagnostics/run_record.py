@@ -184,7 +184,8 @@ class Summaries:
         ends = np.stack([top, np.sqrt(square / sizes), total / sizes, magnitude / sizes], 1)
         elements = np.nan_to_num(np.array(self._elements, np.float64), posinf=0.0, neginf=0.0)
         values = np.concatenate([ends, projections, elements], 1)
-        values *= np.array(self._scales)[:, None]
+        with np.errstate(over="ignore"):  # of the largest numbers of float64
+            values *= np.array(self._scales)[:, None]
         zeros, bad = found[:, -2:].T.astype(int)
         zeros -= bad + padded - self._sizes
         return [*zip(map(tuple, values.tolist()), zeros.tolist(), bad.tolist(), strict=True)]

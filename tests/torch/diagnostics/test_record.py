@@ -1386,3 +1386,36 @@ def test_gradients_that_a_step_adds_to_are_named() -> None:
         runs.append(run.record)
         net.zero_grad()
     assert "It reads input bias.grad in" in " ".join(str(polymp.compare(*runs)).split())
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-3])
+def test_masks_of_the_least_number_of_each_dtype(epsilon: float) -> None:
+    def run(dtype: torch.dtype, epsilon: float) -> RunRecord:
+        torch.manual_seed(0)
+        norm, mask = nn.LayerNorm(8, epsilon).to(dtype), torch.ones(8, 8).tril().bool()
+        least = torch.tensor(torch.finfo(dtype).min, dtype=dtype)
+        recorder = record(None, norm)
+        with recorder:
+            added = torch.where(mask, torch.zeros((), dtype=dtype), least)
+            x = norm(torch.randn(8, 8).to(dtype))
+            (x @ x.T + added).softmax(-1) @ x
+        return recorder.record
+
+    found = polymp.compare(run(torch.float64, 1e-5), run(torch.float32, epsilon))
+    assert found.explained == (epsilon == 1e-5), str(found)
+    assert found.explained or (found.first and found.first.array.name == "layer_norm")
+
+
+def test_an_update_that_is_off_by_a_setting_is_said_to_be() -> None:
+    def run(rate: float) -> RunRecord:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer, recorder = torch.optim.SGD(model.parameters(), lr=rate), record(None, model)
+        with recorder:
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+        return recorder.record
+
+    found = " ".join(str(polymp.compare(run(0.1), run(0.2))).split())
+    assert "The optimizers differ: SGD 1 has lr=0.1 in one run and 0.2 in the other" in found

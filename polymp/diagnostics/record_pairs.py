@@ -328,12 +328,11 @@ class Pairs:
         """The same of those that can be compared; `strict` where they alone say what is a pair."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.differences(i, j)
-        if self.one.large_mask(i) and self.other.large_mask(j):
+        if self.one.large_mask(i) and self.other.large_mask(j):  # their pattern, not their number
             a, b = self.one, self.other
-            scaled = [
-                x.clip(-1, 1) for x in (a.values[i] / a.largest[i], b.values[j] / b.largest[j])
-            ]
-            difference = np.abs(scaled[0] - scaled[1]) * max(a.largest[i], b.largest[j])
+            pattern, its = a.values[i] / a.largest[i], b.values[j] / b.largest[j]
+            size = max(a.largest[i], b.largest[j])
+            difference = np.abs(pattern.clip(-1, 1) - its.clip(-1, 1)) * size
         masks = self.one.masks(i) and self.other.masks(j)
         if (one.bad != other.bad) if masks else (bool(one.bad) != bool(other.bad)):
             difference = np.full(VALUES, math.inf)  # rounding alone moves none of these

@@ -739,8 +739,8 @@ def _counterparts(mine: Side, theirs: Side, pairs: Mapping[int, int]) -> dict[st
 
     There are none of what the other run packs into one weight, which zeros of one size are told by
     their shape. If one run has more inputs of equal numbers, as zeros, some are new, and nothing
-    tells which. Of the model's input, which has
-    a line of the program in torch, the other run may have no gradient.
+    tells which. Of the model's input, which has a line of the program in torch, the other run may
+    have no gradient.
     """
 
     def numbers(side: Side) -> list[tuple[RecordedArray, Any]]:

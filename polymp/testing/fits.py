@@ -29,9 +29,9 @@ def assert_fits(
         assert_fits(jax.grad(loss), params, x, dtype="float16")
 
     The call runs once in a region, and `audit` measures it, with the gradients that it takes;
-    arguments, and what a training step changes, are put back. It does not fit if a value becomes
-    Inf or NaN, if an op or a constant loses most of its values, or if the audit suggests a row,
-    another dtype or a loss scale.
+    arguments and, in torch, what a training step changes are put back. It does not fit if a value
+    becomes Inf or NaN, if an op or a constant loses most of its values, or if the audit suggests a
+    row, another dtype or a loss scale.
 
     Args:
         fn: a module or a function.

@@ -210,6 +210,12 @@ class Side:
         named = number or a.name in ("where", "masked_fill") or effect(a.name) == "added"
         return bool(large and named and self.forward(i))
 
+    def hidden(self, i: int) -> bool:
+        """True of scores with a large mask: their numbers are those of the mask alone."""
+        floats = (r for r in self.arrays[i].reads if self.arrays[r].dtype in FORMATS)
+        arrays = (r for r in floats if self.sizes[r] > 1)
+        return self.large_mask(i) and not all(map(self.large_mask, arrays))
+
     def masks(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
         a = self.arrays[i]
@@ -538,7 +544,8 @@ class Pairs:
         left = self._not_comparable(self.one, self.other, self.partner)
         left_there = self._not_comparable(self.other, self.one, turned)
         folded = self._folded()
-        kept, evidence = {*self.partner, *left} - folded, self._evidence()
+        hidden = {*filter(self.one.hidden, self.twins)}
+        kept, evidence = {*self.partner, *left} - folded - hidden, self._evidence()
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
         evidence |= dict.fromkeys(self.ends, known)
@@ -603,15 +610,17 @@ class Pairs:
     def _evidence(self) -> dict[int, int]:
         """Of arrays of the first run with a twin, the inputs that it is made of: a bit for each.
 
-        All of one that is made of none, as updates of running means are in torch.
+        All of one that is made of none, as updates of running means are in torch. Of scores that a
+        mask hides nothing is known.
         """
         bits: dict[int, int] = {}  # of the other run's inputs: ours with the same values
         for i, j in self.twins.items():
             if i in self.one.input_bits:
                 bits[j] = bits.get(j, 0) | self.one.input_bits[i]
         made = _made_of(self.other, bits)
-        told = ((i, j) for i, j in self.twins.items() if self.one.above_noise(i))
-        return {i: made[j] or -1 for i, j in told}
+        mine = self.one
+        told = (i for i in self.twins if mine.above_noise(i) and not mine.hidden(i))
+        return {i: made[self.twins[i]] or -1 for i in told}
 
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]

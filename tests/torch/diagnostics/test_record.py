@@ -616,6 +616,26 @@ def test_an_additive_mask_is_no_difference_and_hides_none(masked: float, scale: 
     assert (found.first and found.first.array.name) == (None if scale == 1 else "softmax")
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_scores_that_one_run_adds_to_its_mask_are_no_difference_and_hide_none(scale: float) -> None:
+    seen = torch.ones(2, 4, 12, 12).tril() > 0
+
+    def run(fused: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Linear(8, 8), torch.randn(2, 4, 12, 8)
+        with torch.no_grad(), record(None, net) as recorder:
+            h, added = net(x), torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+            if fused:
+                F.scaled_dot_product_attention(h, h, h, added, scale=scale)
+            else:
+                (h @ h.mT + added).softmax(-1) @ h
+        return recorder.record
+
+    found = polymp.compare(run(fused=False), run(fused=True))
+    assert found.explained == (scale == 1), str(found)
+    assert found.explained or (found.first and found.first.array.name == "bmm"), str(found)
+
+
 def test_random_numbers_are_the_same_in_all_probes() -> None:
     x = torch.rand(1000) + 1
     with record(None, probes=4) as recorder:

@@ -28,7 +28,7 @@ LONGEST = tuple(
     site/test_site.py shared/test_record_faults.py shared/test_parity_cases.py
     jax/diagnostics/test_record.py shared/test_record_ports.py
     torch/autocast/test_compile_around.py jax/diagnostics/test_locate.py
-    torch/diagnostics/test_record.py site/test_examples.py shared/test_shipped_policies.py
+    torch/diagnostics/test_compare.py site/test_examples.py shared/test_shipped_policies.py
     torch/autocast/test_ops.py torch/scaler/test_compile.py jax/autocast/test_passes.py
     jax/autocast/test_random_programs.py jax/trainers/test_keras.py
     jax/autocast/test_fp8_contraction.py jax/weights/test_low_training.py

@@ -527,7 +527,8 @@ class Pairs:
             # Where ops are split otherwise, what only the other run has says nothing but at an end.
             calls = [j for j in lone if other[j].kind == RESULT]
             ends = [j for j in calls if other[j].name != COMPILED and not self.other.readers[j]]
-            ends += [j for j in lone if other[j].kind == GRADIENT and theirs[j] == ALONE]
+            made = (j for j in lone if other[j].kind in (GRADIENT, UPDATE))
+            ends += [j for j in made if theirs[j] == ALONE]
             lone = [j for j in calls if other[j].name == COMPILED]
         alone = [Compared(None, *found) for found in zip(other, theirs, strict=True)]
         for i, array in enumerate(self.one.arrays):
@@ -601,8 +602,10 @@ class Pairs:
             # run has none.
             names = known.get(a.name, set() if of_port else {a.name})
             alone = not (names & graded if of_port and a.kind == GRADIENT else names)
-            # Another program has other state in its optimizer, if it lacks no update.
-            state = a.kind == UPDATE and self.by_values and _group(a) not in lacked
+            # Another program has other state in its optimizer, if it lacks no update: no weights,
+            # which vary and have counterparts.
+            weight = bool(names) and mine.varies(mine.inputs.get(a.name, i))
+            state = a.kind == UPDATE and self.by_values and not weight and _group(a) not in lacked
             if (end and alone) or state or (readers and left.issuperset(readers)):
                 left.add(i)
         return left
@@ -625,7 +628,7 @@ class Pairs:
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]
         known = self.one.unjudged.isdisjoint([i]) and self.other.unjudged.isdisjoint([j])
-        if not known and one.values == other.values:
+        if not known and _own_numbers(one) == _own_numbers(other):
             return Compared(one, other, EXPLAINED)
         difference, allowed = self.comparable(i, j)
         share, at = _worst(difference, allowed)
@@ -755,7 +758,9 @@ def _counterparts(mine: Side, theirs: Side, pairs: Mapping[int, int]) -> dict[st
     def numbers(side: Side) -> list[tuple[RecordedArray, Any]]:
         inputs = ((side.arrays[i], side.varies(i)) for i in side.input_bits)
         lengths = ((a, [n for n in a.shape if n > 1], varies) for a, varies in inputs)
-        return [(a, (a.size if varies else (*long,), a.values)) for a, long, varies in lengths]
+        return [
+            (a, (a.size if varies else (*long,), _own_numbers(a))) for a, long, varies in lengths
+        ]
 
     counts = Counter(key for _, key in numbers(mine))
     alike: dict[Any, set[str]] = {}
@@ -891,6 +896,11 @@ def _path(module: str) -> list[str]:
 
 
 # --- numbers --------------------------------------------------------------------------------------
+
+
+def _own_numbers(a: RecordedArray) -> tuple[float, ...]:
+    """What equal arrays have alike to the last digit, which sums of them have not."""
+    return a.zeros, a.bad, a.values[AMAX], *a.values[ELEMENTS]
 
 
 def _worst(difference: Any, allowed: Any) -> tuple[float, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import pytest
 import polymp
 from polymp.diagnostics.compare import Comparison
 from polymp.diagnostics.record_pairs import ALONE, EXPLAINED, PASSED, UNJUDGED
-from polymp.diagnostics.run_record import INPUT, UPDATE, RecordedArray, RunRecord
+from polymp.diagnostics.run_record import INPUT, RMS, UPDATE, RecordedArray, RunRecord
 from polymp.errors import RecordError
 from tests.support import run_records
 from tests.support.run_records import SIZE, Call, arrays, calls, normal, record
@@ -477,6 +477,31 @@ def test_weights_that_rounding_has_moved_apart_end_a_port_too(swapped: bool) -> 
     found = polymp.compare(*(reversed(pair) if swapped else pair))
     assert (found.explained, found.step) == (True, 0), str(found)
     assert any("steps from 1 on" in note and "copy the weights" in note for note in found.notes)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("averaged", [False, True])
+def test_of_a_port_a_weight_without_an_update_is_named_and_not_a_copy_with_one(
+    averaged: bool, swapped: bool
+) -> None:
+    """Such as an average of weights, which one run alone has: its sums may have other digits."""
+
+    def stepped(prefix: str, weights: Sequence[int]) -> list[RecordedArray]:
+        program = [*calls(2), ("copy", "", lambda: normal(2, SIZE) / SIZE**0.5, ())]
+        by = {at: lambda w, by=at: w / by for at in weights}
+        ran = arrays([*program, *(("step", "", by[at], (at,)) for at in weights)])
+        digits = [1 + (2.0**-50 if at == RMS else 0) for at in range(len(ran[11].values))]
+        ran[11] = ran[11]._replace(values=tuple(np.multiply(ran[11].values, digits).tolist()))
+        for end, at in enumerate(weights, len(program)):
+            ran[at] = ran[at]._replace(name=f"{prefix}{at}")
+            ran[end] = ran[end]._replace(kind=UPDATE, name=ran[at].name, source="")
+        return ran if 11 in weights else [*ran[:11], *ran[12:]]
+
+    one = record(stepped("w.", [1, 6]))
+    port = record(stepped("p.", [1, 6, 11] if averaged else [1]), framework="jax", name="jax.rec")
+    found = polymp.compare(*((port, one) if swapped else (one, port))).first
+    named = found and (found.array.kind, found.array.name, found.verdict)
+    assert named == (None if averaged else (UPDATE, "w.6", ALONE))
 
 
 @pytest.mark.parametrize("frozen", [0, 1])

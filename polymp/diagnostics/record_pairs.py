@@ -270,7 +270,7 @@ class Pairs:
         self.partners = {*self.partner.values()}
         # Of the other run: the arrays whose values the first one has.
         rest = (j for j in range(len(other.arrays)) if j not in self.partners)
-        self.found = {*self.twins.values(), *filter(self._has_twin, rest)}
+        self.found = {*self.twins.values(), *filter(self._with_values_of, rest)}
         self.ends = self._ends()
         self.partner |= self.ends
         self.partners |= {*self.ends.values()}
@@ -452,10 +452,10 @@ class Pairs:
             fits = [j for j in fits if self.one.rms[i] and self._near(i, j)]
         return next(iter(fits), None)
 
-    def _has_twin(self, j: int) -> bool:
-        """True if some array of the first run has the values of one of the other."""
+    def _with_values_of(self, j: int) -> list[int]:
+        """The arrays of the first run that have the values of one of the other."""
         at = self.one.groups.get(_group(self.other.arrays[j]))
-        return bool(self._with_values(at, j))
+        return [i for i, _ in self._with_values(at, j)]
 
     def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
         """Of arrays of the first run and of the other, one on one side, the pairs that agree."""
@@ -617,7 +617,9 @@ class Pairs:
         mask hides nothing is known.
         """
         bits: dict[int, int] = {}  # of the other run's inputs: ours with the same values
-        for i, j in self.twins.items():
+        others = self.other.input_bits.keys() & self.found - {*self.twins.values()}
+        again = ((i, j) for j in others for i in self._with_values_of(j))
+        for i, j in itertools.chain(self.twins.items(), again):
             if i in self.one.input_bits:
                 bits[j] = bits.get(j, 0) | self.one.input_bits[i]
         made = _made_of(self.other, bits)

@@ -230,6 +230,28 @@ def test_scores_beside_the_least_number_of_a_mask_are_no_difference_without_prob
     assert found.explained, str(found)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1.01])
+def test_a_mask_that_a_fused_op_makes_is_no_difference_where_two_are_equal(scale: float) -> None:
+    """The other run makes two masks before, as for two kinds of layers, and reads the second."""
+    masks = [torch.ones(2, 1, 12, 12).tril() > 0 for _ in range(2)]
+
+    def run(fused: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Linear(8, 8), torch.randn(2, 4, 12, 8)
+        with record(None, net) as recorder:
+            least = torch.finfo(torch.float32).min
+            added = [] if fused else [torch.where(seen, 0.0, least) for seen in masks]
+            h = net(x)
+            if fused:
+                F.scaled_dot_product_attention(h, h, h, masks[1], scale=scale)
+            else:
+                (h @ h.mT + added[1]).softmax(-1) @ h
+        return recorder.record
+
+    found = polymp.compare(run(fused=True), run(fused=False))
+    assert found.explained == (scale == 1), str(found)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("epsilon", [1e-5, 1e-3])
 def test_masks_of_the_least_number_of_each_dtype(epsilon: float) -> None:

@@ -43,7 +43,7 @@ from polymp.diagnostics.run_record import (
     RecordedArray,
     RecordedStep,
 )
-from polymp.diagnostics.spreads import roundoff_of_inputs, spreads
+from polymp.diagnostics.spreads import hidden, large_mask, roundoff_of_inputs, spreads
 from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
 
@@ -55,7 +55,6 @@ _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
 _POOLED = 64  # elements from which on projections are sums of many
 _FEW = 16  # elements, of which two are too many
-_MASK = 1e4  # with negative numbers that are larger, scores have no effect
 _MOST = 1e150  # with a square in the range of float64
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
 
@@ -136,6 +135,9 @@ class Side:
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
         self.spread = spreads(step.arrays, probes) * scale
         self.roundoff = roundoff_of_inputs(step.arrays)
+        self.large_masks = {i for i, a in enumerate(step.arrays) if large_mask(a)}
+        read = [[step.arrays[r] for r in a.reads] for a in step.arrays]
+        self.hidden = {i for i, a in enumerate(step.arrays) if hidden(a, read[i])}
         # Arrays that rounding moves by so much as no one knows.
         self.unjudged = {i for i, a in enumerate(step.arrays) if math.inf in a.spread}
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
@@ -202,19 +204,6 @@ class Side:
     def varies(self, i: int) -> bool:
         """True if not all elements of an array are the same, by which their order is known."""
         return bool(self.rms[i] - abs(self.values[i][MEAN]) > _ERROR * self.rms[i])
-
-    def large_mask(self, i: int) -> bool:
-        """True of a mask whose number may be another in the other run, and of what has it added."""
-        a, large = self.arrays[i], self.largest[i] > _MASK and self.values[i][MEAN] < 0
-        number = a.kind == INPUT and a.size == 1 and bool(a.source)  # and no parameter
-        named = number or a.name in ("where", "masked_fill") or effect(a.name) == "added"
-        return bool(large and named and self.forward(i))
-
-    def hidden(self, i: int) -> bool:
-        """True of scores with a large mask: their numbers are those of the mask alone."""
-        floats = (r for r in self.arrays[i].reads if self.arrays[r].dtype in FORMATS)
-        arrays = (r for r in floats if self.sizes[r] > 1)
-        return self.large_mask(i) and not all(map(self.large_mask, arrays))
 
     def masks(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
@@ -334,7 +323,7 @@ class Pairs:
         """The same of those that can be compared; `strict` where they alone say what is a pair."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.differences(i, j)
-        if self.one.large_mask(i) and self.other.large_mask(j):  # their pattern, not their number
+        if i in self.one.large_masks and j in self.other.large_masks:  # not their number
             a, b = self.one, self.other
             pattern, its = a.values[i] / a.largest[i], b.values[j] / b.largest[j]
             size = max(a.largest[i], b.largest[j])
@@ -545,7 +534,7 @@ class Pairs:
         left = self._not_comparable(self.one, self.other, self.partner)
         left_there = self._not_comparable(self.other, self.one, turned)
         folded = self._folded()
-        hidden = {*filter(self.one.hidden, self.twins)}
+        hidden = self.one.hidden & self.twins.keys()
         kept, evidence = {*self.partner, *left} - folded - hidden, self._evidence()
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
@@ -623,8 +612,7 @@ class Pairs:
             if i in self.one.input_bits:
                 bits[j] = bits.get(j, 0) | self.one.input_bits[i]
         made = _made_of(self.other, bits)
-        mine = self.one
-        told = (i for i in self.twins if mine.above_noise(i) and not mine.hidden(i))
+        told = filter(self.one.above_noise, self.twins.keys() - self.one.hidden)
         return {i: made[self.twins[i]] or -1 for i in told}
 
     def _pair(self, i: int, j: int) -> Compared:

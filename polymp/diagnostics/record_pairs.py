@@ -56,6 +56,7 @@ _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values 
 _POOLED = 64  # elements from which on projections are sums of many
 _FEW = 16  # elements, of which two are too many
 _MOST = 1e150  # with a square in the range of float64
+_BY_CHANCE = 0.1  # arrays that agree with another: from there on, it says nothing
 _NOISE = 0.1  # of the root mean square: an array that rounding moves by more tells nothing
 
 # How a pair of arrays compares.
@@ -253,6 +254,8 @@ class Pairs:
         for i in range(len(one.arrays)):
             if (j := self._twin_of(i, self.partner.get(i))) is not None:
                 self.twins[i] = j
+        # Those whose values tell nothing.
+        self.weak = {i: j for i, j in self.twins.items() if not self._tells(i, j)}
         # Where a call was aligned wrongly, its twin is its partner, and the other one is left.
         taken = {*self.twins.values()}
         self.partner = {i: j for i, j in self.partner.items() if j not in taken} | self.twins
@@ -448,15 +451,50 @@ class Pairs:
 
     def _with_values(self, i: Any, j: Any) -> list[tuple[int, int]]:
         """Of arrays of the first run and of the other, one on one side, the pairs that agree."""
+        return [pair for pair, others in self._agreeing(i, j) if others <= 1]
+
+    def _agreeing(self, i: Any, j: Any) -> Iterator[tuple[tuple[int, int], float]]:
+        """All of them, and about how many would that have other values."""
         if i is None or j is None:
-            return []
+            return
         difference, allowed = self.differences(i, j)
         fits = (difference[:, ORDERLESS] <= allowed[:, ORDERLESS]).all(1)
         ones, others = np.broadcast_arrays(i, j)
-        pairs = zip(ones[fits].tolist(), others[fits].tolist(), strict=True)
-        return [
-            pair for pair in pairs if self._near(*pair) and self.excess(*pair, strict=True) <= 1
-        ]
+        for one, other in zip(ones[fits].tolist(), others[fits].tolist(), strict=True):
+            if self._near(one, other):
+                numbers = self.comparable(one, other, strict=True)
+                if _worst(*numbers)[0] <= 1:
+                    yield (one, other), self._chance(one, other, numbers[1]) * len(fits)
+
+    def _chance(self, i: int, j: int, allowed: Any) -> float:
+        """About the probability that two arrays with other values agree as well.
+
+        Of the orderless numbers, two say something that the others do not.
+        """
+        size = max(self.one.rms[i], self.other.rms[j])
+        told = np.concatenate([allowed[AMAX:MEAN], allowed[PROJECTIONS.start :]])
+        return float((told / size).clip(max=1.0).prod()) if size else 0.0
+
+    def _tells(self, i: int, j: int) -> bool:
+        """True if it says something that two arrays agree."""
+        if not (self.one.above_noise(i) and self.other.above_noise(j)):
+            return False
+        others = self.other.groups.get(_group(self.one.arrays[i]), ())
+        chance = self._chance(i, j, self.comparable(i, j, strict=True)[1])
+        return chance * (len(others) if self.by_values else 1) < _BY_CHANCE
+
+    def _vague(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Of both runs, the arrays that may be some of the other, by values that tell nothing."""
+        one, other = self.one, self.other
+        groups = [other.groups.get(_group(a)) for a in one.arrays]
+        rest = (i for i in range(len(groups)) if i not in self.twins)
+        ours = [i for i in rest if any(self._agreeing(i, groups[i]))]
+        groups = [one.groups.get(_group(a)) for a in other.arrays]
+        left = (j for j in range(len(groups)) if j not in self.found)
+        theirs = [j for j in left if any(self._agreeing(groups[j], j))]
+        return dict.fromkeys([*ours, *self.weak], -1), dict.fromkeys(
+            [*theirs, *self.weak.values()], -1
+        )
 
     def _near(self, i: int, j: int) -> bool:
         """True if two arrays may be of one call: not in other modules, of those that both have.
@@ -469,6 +507,11 @@ class Pairs:
         one, other = self.one.modules[i], self.other.modules[j]
         around = one == other.rpartition(".")[0] or other == one.rpartition(".")[0]
         return one == other or around or not {one, other} <= self.shared
+
+    def share(self) -> bool:
+        """True if the runs have an array in common that tells it: no zeros, ones or numbers."""
+        varied = [i for i in range(len(self.one.arrays)) if self.one.varies(i)]
+        return not varied or not (self.twins.keys() - self.weak).isdisjoint(varied)
 
     def rows(self) -> tuple[list[Compared], Compared | None]:
         """All pairs in program order, and the first that rounding does not explain."""
@@ -542,20 +585,24 @@ class Pairs:
         nothing = _telling_nothing(
             self.one, kept, self.other.sizes_of_ends(self.found | self.partners)
         )
+        vague, vague_there = self._vague()
         passed = _vouched_for(self.one, kept | nothing, evidence, shared) | left | nothing
+        maybe = _vouched_for(self.one, kept | nothing, vague | evidence, shared)
         for i in folded & passed:
             self.partners.discard(self.partner.pop(i))
-        every = dict.fromkeys((j for j in self.found if self.other.above_noise(j)), -1)
+        told = self.found.difference(self.weak.values())
+        every = dict.fromkeys(filter(self.other.above_noise, told), -1)
         every |= dict.fromkeys((*_losses(self.other, self.one), *self.ends.values()), -1)
         kept = self.found | self.partners | left_there
         nothing = _telling_nothing(self.other, kept, self.one.sizes_of_ends({*self.partner}))
         passed_there = _vouched_for(self.other, kept | nothing, every, shared)
         passed_there |= self.found | nothing | left_there
+        maybe_there = _vouched_for(self.other, kept | nothing, vague_there | every, shared)
         # Calls that read what is judged and make what is not, in one run, but perhaps not in both.
         first = ((s, i) for s in (self.one, self.other) for i in s.unjudged)
         failed = {s.call(i) for s, i in first if s.unjudged.isdisjoint(s.arrays[i].reads)}
-        ours = _alone(self.one, self.other, passed, failed)
-        return ours, _alone(self.other, self.one, passed_there, failed)
+        ours = _alone(self.one, self.other, passed, maybe, failed)
+        return ours, _alone(self.other, self.one, passed_there, maybe_there, failed)
 
     def _folded(self) -> set[int]:
         """Pairs of other numbers that may be of no effect, if what is made of them agrees.
@@ -612,7 +659,7 @@ class Pairs:
             if i in self.one.input_bits:
                 bits[j] = bits.get(j, 0) | self.one.input_bits[i]
         made = _made_of(self.other, bits)
-        told = filter(self.one.above_noise, self.twins.keys() - self.one.hidden)
+        told = self.twins.keys() - self.weak - self.one.hidden
         return {i: made[self.twins[i]] or -1 for i in told}
 
     def _pair(self, i: int, j: int) -> Compared:
@@ -725,9 +772,11 @@ def _arranges(a: RecordedArray) -> bool:
 # --- what only one run has ------------------------------------------------------------------------
 
 
-def _alone(side: Side, other: Side, passed: set[int], failed: set[tuple[str, ...]]) -> list[str]:
+def _alone(
+    side: Side, other: Side, passed: set[int], maybe: set[int], failed: set[tuple[str, ...]]
+) -> list[str]:
     """The verdict of each array of one run if only this run has it."""
-    lost = side.unjudged | side.made_of(failed)
+    lost = side.unjudged | side.made_of(failed) | maybe
     lacking = {*map(part, side.arrays)} - {*map(part, other.arrays)}
     verdicts: list[str] = []
     for i, a in enumerate(side.arrays):
@@ -836,7 +885,8 @@ def _telling_nothing(side: Side, kept: set[int], lone: set[int]) -> set[int]:
     integer in the other run, which has no update.
     """
     prints = any(i in kept or side.readers[i] for i in side.ends())
-    found = {i for i in kept - side.unjudged if not side.above_noise(i)}
+    backward = {i for i, a in enumerate(side.arrays) if part(a)} - side.unjudged
+    found = {i for i in backward if not side.above_noise(i)}
     found |= {i for i, a in enumerate(side.arrays) if a.kind == UPDATE and a.size == 1} - kept
     for i in sorted({*side.results} - kept, reverse=True):
         readers, size = side.readers[i], side.sizes[i]

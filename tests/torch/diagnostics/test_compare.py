@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 import polymp
 from polymp.diagnostics.run_record import INPUT, RESULT, UPDATE, RunRecord
+from polymp.errors import RecordError
 from polymp.torch import autocast, record
+from tests.conftest import need
 from tests.support.sizes import size
 
 # --- rounding, and what hides in it ---------------------------------------------------------------
@@ -291,6 +293,27 @@ def test_a_mask_that_one_run_makes_is_not_the_first_that_differs() -> None:
     assert found.explained, str(found)
     found = polymp.compare(run(fused=False), run(fused=True, eps=1e-2))
     assert (found.first.array.name, found.first.array.module) == ("layer_norm", "0")
+
+
+def test_scores_from_which_a_mask_is_subtracted_are_no_difference_without_probes() -> None:
+    """As XLNet does, with scores that are sums of several."""
+    need("transformers")
+    from transformers import XLNetConfig, XLNetModel
+
+    config = XLNetConfig(d_model=32, n_layer=1, n_head=4, d_inner=64, vocab_size=96)
+    ids, mask = torch.arange(24).view(2, 12), torch.ones(2, 12)
+    mask[1, 8:] = 0
+
+    def run(low: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net = XLNetModel(config).eval()
+        with torch.no_grad(), record(None, net, probes=0) as recorder:
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                net(ids, attention_mask=mask)
+        return recorder.record
+
+    found = polymp.compare(run(low=False), run(low=True))
+    assert found.explained, str(found)
 
 
 # --- what cannot be judged ------------------------------------------------------------------------
@@ -800,3 +823,23 @@ def test_what_the_first_call_reads_is_said(change: str, said: str) -> None:
     found = polymp.compare(run("none"), other)
     assert said in " ".join(str(found).split())
     assert found.first.difference == found.first.mean_difference, "as the table of modules has it"
+
+
+def test_a_run_of_another_model_is_not_explained_where_rounding_is_large() -> None:
+    """Without probes, in bfloat16: deep in one of them, any array agrees with some of the other."""
+
+    def run(name: str, layers: int, low: bool) -> RunRecord:
+        torch.manual_seed(layers)
+        net = nn.Sequential()
+        for at in range(layers):
+            net.add_module(f"{name}{at}", nn.Linear(32, 32))
+            net.add_module(f"{name}norm{at}", nn.LayerNorm(32))
+        with record(None, net, probes=0) as recorder:
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                net(torch.randn(24, 32)).exp().square().sum().backward()
+        return recorder.record
+
+    pair = run("up", 3, low=False), run("down", 24, low=True)
+    for one, other in (pair, pair[::-1]):
+        with pytest.raises(RecordError, match="share nothing"):
+            polymp.compare(one, other)

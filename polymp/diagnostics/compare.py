@@ -609,9 +609,9 @@ def _notes(
         )
     elif lost and any(math.inf in a.spread for step in steps for a in step.arrays):
         yield (
-            f"not judged: {text_table.plural(lost, 'array')} made of what an op makes that fails "
-            "in probes, as one does whose shape depends on a choice: no one knows how far rounding "
-            "moves them"
+            f"not judged: {text_table.plural(lost, 'array')} made of what an op makes that is not "
+            "in probes, as what other ranks send, or fails there, as one does whose shape depends "
+            "on a choice: no one knows how far rounding moves them"
         )
     elif lost:
         yield (

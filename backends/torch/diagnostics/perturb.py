@@ -286,8 +286,8 @@ class Probes:
         for t in found:
             self._memory.pop(modes.storage_key(t), None)
 
-    def _lose(self, found: Iterable[torch.Tensor], failed: int = 0) -> None:
-        """Note tensors whose numbers in probes are not known, for an op failed there."""
+    def lose(self, found: Iterable[torch.Tensor], failed: int = 0) -> None:
+        """Note tensors whose numbers in probes are not known, for `failed` ops are not in them."""
         self.left_out[FAILS] += failed
         for t in found:
             if modes.storage_key(t):
@@ -363,7 +363,7 @@ class Probes:
         """Run an op that has read no floats in all probes, if what it has read was chosen there."""
         results = tensors(result)
         if self.unknown(args, kwargs):
-            self._lose(results)
+            self.lose(results)
             return
         if not (self._memory and self._moved(args, kwargs)):
             for t in results:
@@ -378,7 +378,7 @@ class Probes:
                 if self._fits(results[at]):
                     self._put(results[at], torch.stack([run[at] for run in runs]))
         except Exception:  # as of a result whose shape is another
-            self._lose(results, 1)
+            self.lose(results, 1)
 
     def after(self, ran: Ran, result: object) -> torch.Tensor | None:
         """Run an op in all probes, and move its results.
@@ -387,21 +387,23 @@ class Probes:
         """
         if not self.count:
             return None
-        whole = tensors(result)
+        given, whole = (ran.args, ran.kwargs), tensors(result)
         results = [*whole, *(t for t in ran.into if not any(t is m for m in whole))]
         try:
             if self._blind:
-                self._lose(results)
+                self.lose(results)
+            elif self._apart and (self._moved(*given) or self.unknown(*given)):
+                self.lose(results, 1)
             elif self._apart:
                 self.forget(results)
             else:
                 norm = self._follow(ran, result, results)
                 beside = {*map(id, tensors(*self._lost.values()))}
-                self._lose(t for t in ran.into if id(t) in beside)
-                self._lose(t for at, t in enumerate(whole) if at in self._lost)
+                self.lose(t for t in ran.into if id(t) in beside)
+                self.lose(t for at, t in enumerate(whole) if at in self._lost)
                 return norm
         except Exception:  # of an op that is like no other: the program goes on
-            self._lose(results, 1)
+            self.lose(results, 1)
         return None
 
     def _follow(self, ran: Ran, result: object, results: list[torch.Tensor]) -> torch.Tensor | None:

@@ -593,6 +593,7 @@ class _Step(Subscriber):
             grad = distributed.local(grad)
             if not has_values(grad):
                 self._left_out["gradients that are sparse or wrapped"] += 1
+                self._probes.lose([self._own_part(name)], 1)  # what it updates
                 continue
             array = self._summed(GRADIENT, name, grad, direction=BACKWARD)
             key = modes.storage_key(grad)

@@ -339,6 +339,21 @@ def test_what_is_made_of_a_choice_of_another_length_is_not_judged() -> None:
     assert "steps from 1 on" in compared.notes[-1]
 
 
+def test_the_update_by_a_sparse_gradient_is_not_judged() -> None:
+    def run(low: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(100, 16, sparse=True), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(net[0].parameters(), 0.1)
+        with record(None, net) as recorder, autocast("cpu", enabled=low):
+            net(torch.arange(0, 100, 9)).square().mean().backward()
+            optimizer.step()
+        return recorder.record
+
+    compared = polymp.compare(run(False), run(True))
+    assert compared.explained, compared
+    assert {row.verdict for row in compared.rows if row.array.kind == UPDATE} == {"not judged"}
+
+
 def test_what_no_choice_of_another_length_reaches_is_judged() -> None:
     """A call before it, memory that is written anew, and the other parameters of a list."""
 

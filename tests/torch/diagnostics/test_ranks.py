@@ -1,4 +1,4 @@
-"""`locate` and `catch` of steps whose ranks talk: all replay or undo them together, or none."""
+"""`locate`, `catch` and `record` of steps whose ranks talk."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+import polymp
 from polymp.backends.torch.diagnostics import locate as module
+from polymp.diagnostics.run_record import GRADIENT, UPDATE
 from polymp.errors import BadStepError
-from polymp.torch import catch, locate
+from polymp.torch import autocast, catch, locate, record
 from tests.support.sizes import LONG
 from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import CUTS, Cut, cuts, data
@@ -109,10 +111,25 @@ def received(rank: int) -> Any:
     return locate(step)
 
 
+def recorded(name: str) -> tuple[bool, set[str]]:
+    """A step in float32 and in bfloat16: if rounding explains all, and what ends differ."""
+    records = []
+    for low in (False, True):
+        cut = CUTS[name]()
+        step = step_of(cut, torch.optim.SGD(cut.model.parameters(), lr=0.5))
+        with record(None, cut.model) as recorder, autocast("cpu", enabled=low):
+            step(0.3)
+        records.append(recorder.record)
+    compared = polymp.compare(*records)
+    ends = (row for row in compared.rows if row.array.kind in (GRADIENT, UPDATE))
+    return compared.explained, {row.verdict for row in ends if row.difference}
+
+
 def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     alone = torch.ones(2)
     notes: dict[str, Any] = {name: replayed(name, rank) for name in MODELS}
     notes["caught"] = {name: caught(name, rank) for name in ("ddp", "fsdp2")}
+    notes["recorded"] = {name: recorded(name) for name in ("ddp", "fsdp2")}
     notes["written"] = written()
     notes["received"] = received(rank)
     # A step without communication needs no other rank.
@@ -161,6 +178,12 @@ def test_numbers_that_another_rank_spoiled_are_said_to_be_received(ranks: list[A
     assert (here.op, here.kind) == ("div", "operation")
     assert (there.op, there.kind) == ("mul", "input")
     assert there.why == "what other ranks sent (float32 2) is not finite before any op runs"
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_what_ranks_make_of_rounded_numbers_is_not_judged(ranks: list[Any], name: str) -> None:
+    for notes in ranks:
+        assert notes["recorded"][name] == (True, {"not judged"})
 
 
 def test_what_does_not_talk_is_replayed_by_one_rank(ranks: list[Any]) -> None:

@@ -467,12 +467,13 @@ def _called(a: RecordedArray) -> str:
 
 def _reads(pairs: record_pairs.Pairs, row: Compared, names: tuple[str, str]) -> str:
     """A sentence on what a call reads that is not the same in both runs; "" if all is."""
-    parts = []
-    for arrays, run in zip(pairs.apart(row), names, strict=True):
-        if called := ", ".join(map(_called, arrays[:3])):
-            parts.append(f"{called}{', ...' * (len(arrays) > 3)} in {run}")
-    if parts:
-        return f"It reads {' and '.join(parts)}, which the other run has not"
+    for called, ends in ((False, "the other run has not"), (True, "it does not read in the other")):
+        parts = []
+        for arrays, run in zip(pairs.apart(row, called), names, strict=True):
+            if some := ", ".join(map(_called, arrays[:3])):
+                parts.append(f"{some}{', ...' * (len(arrays) > 3)} in {run}")
+        if parts:
+            return f"It reads {' and '.join(parts)}, which {ends}"
     if row.verdict != ALONE and not pairs.in_order(row):
         return "All that it reads has the same values, but perhaps in another order"
     return ""

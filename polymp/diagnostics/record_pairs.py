@@ -524,17 +524,26 @@ class Pairs:
         alone = first is not None and (first.one is None or first.other is None)
         return rows, self._with_partner(first) if first and alone else first
 
-    def apart(self, row: Compared) -> tuple[list[RecordedArray], list[RecordedArray]]:
-        """The arrays that a call reads in one run alone; of compiled code, floats among them."""
+    def apart(
+        self, row: Compared, called: bool = False
+    ) -> tuple[list[RecordedArray], list[RecordedArray]]:
+        """The arrays that a call reads in one run alone; of compiled code, floats among them.
+
+        The other run has not their values or, `called`, its call does not read them.
+        """
         reads: list[list[RecordedArray]] = []
-        alike = row.one is not None and row.other is not None and _alike(row.one, row.other)
-        for array, side, both in (
-            (row.one, self.one, self.twins.keys()),
-            (row.other, self.other, self.found),
-        ):
-            own = array is not None and (array is row.array or (alike and row.verdict != ALONE))
+        one, other, known = row.one, row.other, ({*self.twins}, self.found)
+        alike = row.verdict != ALONE
+        if one is None or other is None or not _alike(one, other):
+            alike = False
+        elif called and alike and row.array.name != COMPILED:
+            both = itertools.product(one.reads, other.reads)
+            near = [pair for pair in both if self.excess(*pair, strict=True) <= 1]
+            known = {i for i, _ in near}, {j for _, j in near}
+        for array, side, both_have in zip((one, other), (self.one, self.other), known, strict=True):
+            own = array is not None and (array is row.array or alike)
             at = array.reads if array is not None and own else ()
-            found = [side.arrays[r] for r in at if r not in both]
+            found = [side.arrays[r] for r in at if r not in both_have]
             reads.append([a for a in found if row.array.name != COMPILED or a.dtype in FORMATS])
         return reads[0], reads[1]
 

@@ -817,6 +817,7 @@ def test_an_update_that_is_off_by_a_setting_is_said_to_be() -> None:
     ("change", "said"),
     [
         ("weight", "It reads input out.weight in out in one and input operand 3 of addmm in out"),
+        ("wiring", "in one, which it does not read in the other"),
         ("order", "All that it reads has the same values, but perhaps in another order"),
         ("eps", "All floats that it reads agree, as far as they were compared"),
     ],
@@ -829,7 +830,9 @@ def test_what_the_first_call_reads_is_said(change: str, said: str) -> None:
         net["norm"].eps = 1e-2 if change == "eps" else 1e-5
         weight = {"weight": torch.randn(4, 16)} if change == "weight" else {}
         with record(None, net) as recorder, torch.no_grad():
-            h = torch.cat([net["norm"](x), y] if change != "order" else [y, net["norm"](x)], 1)
+            z = net["norm"](x)
+            h = [y, z] if change == "order" else [x, y] if change == "wiring" else [z, y]
+            h = torch.cat(h, 1)
             torch.func.functional_call(net["out"], weight, (h,))
         return recorder.record
 

@@ -298,8 +298,8 @@ class _Step(Subscriber):
 
     def _note_writes(self, ran: Ran) -> None:
         """Note the parameters that an op updates, before it does."""
-        into = ran.into if ran.facts.writes and not ran.op_call.place.updating else ()
-        found = [key for key in map(modes.storage_key, into) if key in self._within]
+        into = map(modes.storage_key, ran.into if ran.facts.writes else ())
+        found = [key for key in into if key in self._within]
         self._writes = {key: self._within[key] for key in found}
         new = (key for key in found if key not in self._updated)
         self._note_update([name for key in new for name in self._within[key]])

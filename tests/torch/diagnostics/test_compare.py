@@ -796,18 +796,26 @@ def test_gradients_that_a_step_adds_to_are_named() -> None:
     assert "It reads input bias.grad in" in " ".join(str(polymp.compare(*runs)).split())
 
 
-def test_an_update_that_is_off_by_a_setting_is_said_to_be() -> None:
+@pytest.mark.parametrize(("kind", "options"), [("SGD", {}), ("LBFGS", {"max_iter": 2})])
+def test_an_update_that_is_off_by_a_setting_is_said_to_be(kind: str, options: Any) -> None:
     def run(rate: float) -> RunRecord:
         torch.manual_seed(0)
-        model = nn.Linear(8, 8)
-        optimizer, recorder = torch.optim.SGD(model.parameters(), lr=rate), record(None, model)
+        model, x = nn.Linear(8, 8), torch.randn(4, 8)
+        optimizer: Any = getattr(torch.optim, kind)(model.parameters(), lr=rate, **options)
+        recorder = record(None, model, probes=2)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
         with recorder:
-            model(torch.randn(4, 8)).square().mean().backward()
-            optimizer.step()
+            optimizer.step(closure)
         return recorder.record
 
     found = " ".join(str(polymp.compare(run(0.1), run(0.2))).split())
-    assert "The optimizers differ: SGD 1 has lr=0.1 in one run and 0.2 in the other" in found
+    assert f"The optimizers differ: {kind} 1 has lr=0.1 in one run and 0.2 in the other" in found
 
 
 # --- what is said ---------------------------------------------------------------------------------

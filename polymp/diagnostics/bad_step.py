@@ -363,7 +363,9 @@ class CaughtStep(NoBlock, Generic[P, R]):
             found = bad_loss(again.losses, self._name) or again.found()
             if self._anywhere(bool(found)):
                 fault, note = self._located(call, again.before)
-                undone, found = len(self._calls) - at, found or "another rank has a bad value"
+                if not found:
+                    found, note = "another rank has a bad value", "Read the errors of all ranks."
+                undone = len(self._calls) - at
                 earlier = _before(again.losses, losses)
                 return BadStep(first + at, found, fault, earlier, undone, note), again.before
             losses.append({at: float(loss) for at, loss in again.losses.items()})

@@ -18,7 +18,7 @@ import polymp
 from polymp.backends.torch.diagnostics import locate as module
 from polymp.diagnostics.run_record import GRADIENT, UPDATE
 from polymp.errors import BadStepError
-from polymp.torch import autocast, catch, locate, record
+from polymp.torch import GradScaler, autocast, catch, locate, record
 from tests.support.sizes import LONG
 from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import CUTS, Cut, cuts, data
@@ -28,13 +28,18 @@ PATIENCE = timedelta(seconds=1)
 MODELS = tuple(cuts(2)) if LONG else ("ddp", "fsdp2")
 
 
-def step_of(cut: Cut, optimizer: torch.optim.Optimizer) -> Callable[[float], torch.Tensor]:
+def step_of(
+    cut: Cut, optimizer: torch.optim.Optimizer, scaled: bool = False
+) -> Callable[[float], torch.Tensor]:
+    scaler = GradScaler("cpu", enabled=scaled)
+
     def step(factor: float) -> torch.Tensor:
         optimizer.zero_grad()
         x, t = (part.chunk(cut.shares)[cut.share] for part in data(0))
         loss = cut.model(x * factor, t)
-        loss.backward()
-        optimizer.step()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
         return loss.detach()  # type: ignore[no-any-return]
 
     return step
@@ -71,10 +76,11 @@ def replayed(name: str, rank: int) -> dict[str, Any]:
     return notes
 
 
-def caught(name: str, rank: int) -> dict[str, Any]:
+def caught(name: str, rank: int, scaled: bool = False) -> dict[str, Any]:
     """Two good steps, a bad one, and what was found."""
     cut = CUTS[name]()
-    step = catch(step_of(cut, torch.optim.Adam(cut.model.parameters(), lr=0.01)), every=10)
+    optimizer = torch.optim.Adam(cut.model.parameters(), lr=0.01)
+    step = catch(step_of(cut, optimizer, scaled), every=10)
     step(1.0)
     step(0.5)
     before = state(cut)
@@ -84,6 +90,7 @@ def caught(name: str, rank: int) -> dict[str, Any]:
     except BadStepError as error:
         report: Any = error.report
     notes = {"step": report.step, "found": report.found, "put back": state(cut) == before}
+    notes["said"] = str(report)
     step(1.0)
     return {**notes, "goes on": state(cut) != before}
 
@@ -129,6 +136,7 @@ def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
     alone = torch.ones(2)
     notes: dict[str, Any] = {name: replayed(name, rank) for name in MODELS}
     notes["caught"] = {name: caught(name, rank) for name in ("ddp", "fsdp2")}
+    notes["scaled"] = caught("fsdp2", rank, scaled=True)
     notes["recorded"] = {name: recorded(name) for name in ("ddp", "fsdp2")}
     notes["written"] = written()
     notes["received"] = received(rank)
@@ -197,3 +205,10 @@ def test_ranks_stop_at_the_same_step(ranks: list[Any], name: str) -> None:
         it = notes["caught"][name]
         assert (it["step"], it["put back"], it["goes on"]) == (2, True, True)
     assert ranks[0]["caught"][name]["found"] == "the loss is NaN"
+
+
+def test_a_rank_without_a_bad_value_says_where_to_look(ranks: list[Any]) -> None:
+    """Its gradients are the scaler's to look at."""
+    said = ranks[1]["scaled"]["said"]
+    assert "another rank has a bad value" in said
+    assert said.endswith("Read the errors of all ranks."), said

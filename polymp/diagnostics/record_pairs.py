@@ -592,7 +592,7 @@ class Pairs:
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
         evidence |= dict.fromkeys(self.ends, known)
         nothing = _telling_nothing(
-            self.one, kept, self.other.sizes_of_ends(self.found | self.partners)
+            self.one, {*kept, *evidence}, self.other.sizes_of_ends(self.found | self.partners)
         )
         vague, vague_there = self._vague()
         passed = _vouched_for(self.one, kept | nothing, evidence, shared) | left | nothing
@@ -603,7 +603,8 @@ class Pairs:
         every = dict.fromkeys(filter(self.other.above_noise, told), -1)
         every |= dict.fromkeys((*_losses(self.other, self.one), *self.ends.values()), -1)
         kept = self.found | self.partners | left_there
-        nothing = _telling_nothing(self.other, kept, self.one.sizes_of_ends({*self.partner}))
+        sizes = self.one.sizes_of_ends({*self.partner})
+        nothing = _telling_nothing(self.other, {*kept, *every}, sizes)
         passed_there = _vouched_for(self.other, kept | nothing, every, shared)
         passed_there |= self.found | nothing | left_there
         maybe_there = _vouched_for(self.other, kept | nothing, vague_there | every, shared)

@@ -521,8 +521,14 @@ class Pairs:
             off = [r for r in off if not (r.verdict == ALONE and _arranges(r.array))] or off
         # What is made of nothing that both have, as a mask, may be a part of what the other splits.
         first = next(filter(self._reads_shared, off), next(iter(off), None))
-        alone = first is not None and (first.one is None or first.other is None)
-        return rows, self._with_partner(first) if first and alone else first
+        if first is None or not _lone(first):
+            return rows, first
+        pair = self._with_partner(first)
+        if pair.verdict == UNEXPLAINED:  # a call of both runs after all
+            halves = {id(pair.one), id(pair.other)}
+            rows = [r for r in rows if r is first or not (_lone(r) and id(r.array) in halves)]
+            rows[next(i for i, r in enumerate(rows) if r is first)] = pair
+        return rows, pair
 
     def apart(
         self, row: Compared, called: bool = False
@@ -721,6 +727,10 @@ class Pairs:
             return pair._replace(verdict=UNEXPLAINED)
         # What a row shows beside a call of the first run is of the other.
         return row._replace(other=theirs.arrays[k]) if found and row.one is not None else row
+
+
+def _lone(row: Compared) -> bool:
+    return row.one is None or row.other is None
 
 
 def in_another_dtype(row: Compared) -> bool:

@@ -870,3 +870,21 @@ def test_a_run_of_another_model_is_not_explained_where_rounding_is_large() -> No
     for one, other in (pair, pair[::-1]):
         with pytest.raises(RecordError, match="share nothing"):
             polymp.compare(one, other)
+
+
+def test_the_first_call_that_is_off_is_one_of_both_programs() -> None:
+    def run(eps: float, fused: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Sequential(nn.LayerNorm(8, eps=eps)), torch.randn(2, 12, 8)
+        with torch.no_grad(), record(None, net) as recorder:
+            h = net(x)
+            if fused:
+                F.scaled_dot_product_attention(h, h, h)
+            else:
+                (h @ h.mT / 8**0.5).softmax(-1) @ h
+        return recorder.record
+
+    found = polymp.compare(run(1e-5, fused=True), run(1e-2, fused=False))
+    assert [row for row in found.rows if row.array.name == "layer_norm"] == [found.first]
+    assert [row.array.name for row in found.growth()] == ["layer_norm"]
+    assert found.parted.array.name != "layer_norm"

@@ -315,7 +315,7 @@ class _Step(Subscriber):
             self._arrays |= {a: a for update in updates for a in (*update.reads, update)}
             self._made(t, updates)
             return updates
-        if (named := self._named.get(key)) is not None:  # it may be read as a view
+        if named := self._named.get(key) or self._gathered(key):  # it may be read as a view
             array = self._summed(INPUT, *named)
         elif (of := self._graded.get(key)) is not None and self._gradient_key(of) == key:
             where = of.rpartition(".")[0], "", op_call.direction
@@ -327,6 +327,14 @@ class _Step(Subscriber):
         self._arrays[array] = array
         self._made(t, (array,))
         return (array,)
+
+    def _gathered(self, key: int) -> tuple[str, torch.Tensor] | None:
+        """Return a parameter that is now in other memory, as FSDP2 and functional_call have it."""
+        for name, p in () if self._model is None else self._model.named_parameters():
+            own = p if is_lazy(p) else distributed.local(p.detach())
+            if own is not p and modes.storage_key(own) == key:
+                return dynamo.plain_name(name), own
+        return None
 
     def _gradient_key(self, name: str) -> int:
         """Return the memory of a parameter's gradient; 0 without one."""

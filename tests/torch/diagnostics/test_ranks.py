@@ -118,18 +118,20 @@ def received(rank: int) -> Any:
     return locate(step)
 
 
-def recorded(name: str) -> tuple[bool, set[str]]:
-    """A step in float32 and in bfloat16: if rounding explains all, and what ends differ."""
+def recorded(name: str) -> tuple[bool, set[str], int | None]:
+    """Steps in float32 and in bfloat16: what is said of the ends, and of steps."""
     records = []
     for low in (False, True):
         cut = CUTS[name]()
         step = step_of(cut, torch.optim.SGD(cut.model.parameters(), lr=0.5))
-        with record(None, cut.model) as recorder, autocast("cpu", enabled=low):
-            step(0.3)
+        recorder = record(None, cut.model)
+        for _ in range(2):
+            with recorder, autocast("cpu", enabled=low):
+                step(0.3)
         records.append(recorder.record)
     compared = polymp.compare(*records)
     ends = (row for row in compared.rows if row.array.kind in (GRADIENT, UPDATE))
-    return compared.explained, {row.verdict for row in ends if row.difference}
+    return compared.explained, {row.verdict for row in ends if row.difference}, compared.until
 
 
 def main(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
@@ -191,7 +193,7 @@ def test_numbers_that_another_rank_spoiled_are_said_to_be_received(ranks: list[A
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_what_ranks_make_of_rounded_numbers_is_not_judged(ranks: list[Any], name: str) -> None:
     for notes in ranks:
-        assert notes["recorded"][name] == (True, {"not judged"})
+        assert notes["recorded"][name] == (True, {"not judged"}, 1)
 
 
 def test_what_does_not_talk_is_replayed_by_one_rank(ranks: list[Any]) -> None:

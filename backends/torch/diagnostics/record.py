@@ -265,6 +265,7 @@ class _Step(Subscriber):
                 changes = name in buffers and t.is_floating_point()
                 if changes and has_values(own) and t.numel() <= _LARGEST:
                     self._statistics[name] = own
+        self._sizes = {p.numel() for p in self._parameters.values() if not is_lazy(p)}
         # Parameters by the memory of the gradients that they have before the step.
         keys = ((self._gradient_key(name), name) for name in self._parameters)
         self._graded = {key: name for key, name in keys if key}
@@ -315,7 +316,7 @@ class _Step(Subscriber):
             self._arrays |= {a: a for update in updates for a in (*update.reads, update)}
             self._made(t, updates)
             return updates
-        if named := self._named.get(key) or self._gathered(key):  # it may be read as a view
+        if named := self._named.get(key) or self._gathered(t, key):  # it may be read as a view
             array = self._summed(INPUT, *named)
         elif (of := self._graded.get(key)) is not None and self._gradient_key(of) == key:
             where = of.rpartition(".")[0], "", op_call.direction
@@ -328,9 +329,11 @@ class _Step(Subscriber):
         self._made(t, (array,))
         return (array,)
 
-    def _gathered(self, key: int) -> tuple[str, torch.Tensor] | None:
+    def _gathered(self, t: torch.Tensor, key: int) -> tuple[str, torch.Tensor] | None:
         """Return a parameter that is now in other memory, as FSDP2 and functional_call have it."""
-        for name, p in () if self._model is None else self._model.named_parameters():
+        if self._model is None or t.numel() not in self._sizes:  # most others are told by it
+            return None
+        for name, p in self._model.named_parameters():
             own = p if is_lazy(p) else distributed.local(p.detach())
             if own is not p and modes.storage_key(own) == key:
                 return dynamo.plain_name(name), own

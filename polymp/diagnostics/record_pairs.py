@@ -862,13 +862,15 @@ def _vouched_for(
     Two frameworks split the modules that both have into other calls, but have the same numbers
     where such a module, one of `shared`, hands them on.
     Values may be the same by chance, far behind a fault: none vouch for an array if another call of
-    its pass that reads it is neither vouched for nor `kept`; one number does not if any such call
-    reads it. A forward call of which only updates with a counterpart are made, as those of running
+    its pass that reads it is neither vouched for nor `kept`; one number, or an update, as Adam's
+    first, which is signs, does not if any such call reads it, or another one that such alone vouch
+    for. A forward call of which only updates with a counterpart are made, as those of running
     means, is a part of these: what is off is an update.
     """
     updated = {i for i in kept if side.arrays[i].kind == UPDATE}  # and what only these are made of
     inputs = dict(vouchers)  # and of those that are vouched for
-    lone = {i for i in vouchers if side.arrays[i].size == 1}  # and those that these alone tell of
+    few = (i for i in vouchers if side.arrays[i].size == 1 or side.arrays[i].kind == UPDATE)
+    lone = {*few}  # and those that these alone tell of
     # An input without a counterpart is no part of what is known of a counterpart.
     known = functools.reduce(operator.or_, (bits for bits in vouchers.values() if bits >= 0), 0)
     made = _made_of(side, {i: known & bit for i, bit in side.input_bits.items()})
@@ -886,10 +888,10 @@ def _vouched_for(
         if handed and any(side.modules[r] != side.modules[i] for r in near):
             continue
         told = [r for r in near or readers if r in inputs]
-        few = lone.issuperset(told)
-        rest = readers if few else near
-        if told and all(r in inputs or r in kept or r in updated for r in rest):
-            lone |= {i} if few else set()
+        alone = lone.issuperset(told)
+        rest = {*(readers if alone else near)} - kept - updated
+        if told and rest <= {*told} | (inputs.keys() - lone):
+            lone |= {i} if alone else set()
             inputs[i] = functools.reduce(operator.or_, (inputs[r] & made[i] for r in told))
         elif side.forward(i) and side.readers[i] and updated.issuperset(side.readers[i]):
             updated.add(i)

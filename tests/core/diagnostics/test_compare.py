@@ -461,6 +461,31 @@ def test_updates_of_one_parameter_stand_beside_each_other(swapped: bool) -> None
     assert (found.explained, found.rows[-1].verdict) == (True, UNJUDGED), "no one knows"
 
 
+def updated(program: list[Call], seed: int, weights: dict[int, int]) -> list[RecordedArray]:
+    """A run in which some calls are the updates of weights, and what they read is of gradients."""
+    ran = arrays(program, seed)
+    for at, weight in weights.items():
+        ran[at] = ran[at]._replace(kind=UPDATE, name=ran[weight].name, source="")
+        for read in {*ran[at].reads} - {*weights.values()}:
+            ran[read] = ran[read]._replace(direction="backward")
+    return ran
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_loss_that_agrees_by_chance_hides_no_fault_before_first_updates_of_adam(
+    swapped: bool,
+) -> None:
+    """These have the signs of gradients alone."""
+    loss: Call = "mean", "", lambda x: 2 + np.sign(x).mean(), (10,)
+    gradient: Call = "matmul", "", lambda x: x.T @ x, (10,)
+    program = [*calls(2), loss, gradient, ("step", "", lambda g: 1e-3 * np.sign(g), (12,))]
+    port = changed([(name, "", *call) for name, _, *call in program], 10, lambda x: x * 1.2)
+    one = record(updated(program, 1, {13: 1}))
+    other = record(updated(port, 2, {13: 1}), framework="jax", name="jax.rec")
+    found = polymp.compare(*((other, one) if swapped else (one, other)))
+    assert first_of(found)[0] == "add", str(found)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_weights_that_rounding_has_moved_apart_end_a_port_too(swapped: bool) -> None:
     def steps(seed: int, apart: float, prefix: str, framework: str) -> RunRecord:

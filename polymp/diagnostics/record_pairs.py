@@ -647,7 +647,7 @@ class Pairs:
         left: set[int] = set()
         for i in reversed(range(len(mine.arrays))):
             a, readers = mine.arrays[i], mine.readers[i]
-            if i in pairs:
+            if i in pairs and mine.above_noise(i):  # noise may be held against any other
                 continue
             end = a.kind in (GRADIENT, UPDATE)
             # What a port returns need not be of an input; it may have gradients of which the first

@@ -486,6 +486,27 @@ def test_a_loss_that_agrees_by_chance_hides_no_fault_before_first_updates_of_ada
     assert first_of(found)[0] == "add", str(found)
 
 
+def test_noise_is_no_counterpart_where_weights_are_packed() -> None:
+    """What only the updates of packed weights read, and noise, is compared in neither run."""
+
+    def ran(rows: int, seed: int, *more: Call) -> list[RecordedArray]:
+        packed: Call = "weight", "packed", lambda: normal(9, rows), ()
+        noise: Call = "mul", "", lambda _: normal(seed, SIZE), (6 + len(more),)
+        program = [*calls(1), packed, *more, noise]
+        last = len(program)
+        step: Call = "step", "", lambda *x: np.resize(x[-1], (rows, SIZE)), (*range(7, last),)
+        made = updated([*program, step], seed, {last: 6})
+        return [a._replace(spread=(9.0,) * 20) if a.name == "mul" else a for a in made]
+
+    lone: Call = "linear", "", lambda w: w[:, :SIZE] * 0.3, (6,)
+    pair = [
+        record(ran(2 * SIZE, 1, lone), framework="jax", name="jax.rec"),
+        record(ran(SIZE, 2)),
+    ]
+    for found in (polymp.compare(*pair), polymp.compare(*reversed(pair))):
+        assert found.explained, str(found)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_weights_that_rounding_has_moved_apart_end_a_port_too(swapped: bool) -> None:
     def steps(seed: int, apart: float, prefix: str, framework: str) -> RunRecord:

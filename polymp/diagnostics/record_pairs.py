@@ -198,6 +198,11 @@ class Side:
         """The sizes of all ends but those that are `kept`."""
         return {int(self.sizes[i]) for i in self.ends() if i not in kept}
 
+    def is_state(self, name: str) -> bool:
+        """True of an input that updates alone read, and not its own alone: of an optimizer."""
+        readers = self.readers[self.inputs[name]] if name in self.inputs else []
+        return len(readers) > 1 and all(self.arrays[r].kind == UPDATE for r in readers)
+
     def above_noise(self, i: int) -> bool:
         """True if an array is more than rounding, which the gradient of a key's bias is."""
         return i not in self.unjudged and not self.spread[i][RMS] > _NOISE * self.rms[i]
@@ -654,10 +659,11 @@ class Pairs:
             # run has none.
             names = known.get(a.name, set() if of_port else {a.name})
             alone = not (names & graded if of_port and a.kind == GRADIENT else names)
-            # Another program has other state in its optimizer, if it lacks no update: no weights,
-            # which vary and have counterparts.
+            # Another program has other state in its optimizer; and of other updates, if it lacks none,
+            # those of no weights, which vary and have counterparts.
             weight = bool(names) and mine.varies(mine.inputs.get(a.name, i))
-            state = a.kind == UPDATE and self.by_values and not weight and _group(a) not in lacked
+            free = mine.is_state(a.name) or (not weight and _group(a) not in lacked)
+            state = a.kind == UPDATE and self.by_values and free
             if (end and alone) or state or (readers and left.issuperset(readers)):
                 left.add(i)
         return left

@@ -507,6 +507,31 @@ def test_noise_is_no_counterpart_where_weights_are_packed() -> None:
         assert found.explained, str(found)
 
 
+def test_the_state_of_an_optimizer_is_new_though_weights_of_its_size_are_stacked() -> None:
+    """All are zeros, so that their numbers do not tell them apart."""
+
+    def zeros(name: str, *shape: int) -> Call:
+        return "weight", name, lambda: np.zeros((*shape, SIZE)), ()
+
+    given: Call = "operand 1 of norm", "", lambda: normal(0, 8), ()
+
+    def step(seed: int, *reads: int) -> Call:
+        return "step", "", lambda w, *_: w + normal(seed, 1)[0], reads
+
+    one = [given, zeros("a"), zeros("b"), zeros("c")]
+    one += [("add", "", lambda x, *w: x + sum(w), (0, 1, 2, 3))]
+    one += [step(at, at) for at in (1, 2, 3)]
+    other = [given, zeros("stacked", 2), zeros("p"), zeros("state")]
+    other += [("add", "", lambda x, s, p: x + s[0] + s[1] + p, (0, 1, 2))]
+    other += [step(4, 1), step(3, 2, 3), step(5, 3, 2)]
+    pair = [
+        record(updated(one, 1, {5: 1, 6: 2, 7: 3})),
+        record(updated(other, 2, {5: 1, 6: 2, 7: 3}), framework="jax", name="jax.rec"),
+    ]
+    for found in (polymp.compare(*pair), polymp.compare(*reversed(pair))):
+        assert found.explained, str(found)
+
+
 @pytest.mark.parametrize("swapped", [False, True])
 def test_weights_that_rounding_has_moved_apart_end_a_port_too(swapped: bool) -> None:
     def steps(seed: int, apart: float, prefix: str, framework: str) -> RunRecord:

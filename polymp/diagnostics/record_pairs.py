@@ -689,7 +689,9 @@ class Pairs:
         known = self.one.unjudged.isdisjoint([i]) and self.other.unjudged.isdisjoint([j])
         if not known and _own_numbers(one) == _own_numbers(other):
             return Compared(one, other, EXPLAINED)
-        difference, allowed = self.comparable(i, j)
+        # Two elements, which may jump, are too much of a few: of these, no values agreed.
+        few = one.kind == UPDATE and one.size < _FEW and self.twins.get(i) != j
+        difference, allowed = self.comparable(i, j, strict=few)
         share, at = _worst(difference, allowed)
         size = max(self.one.rms[i], self.other.rms[j]) or 1.0
         ends = float(difference[at]) / size, float(allowed[at]) / size
@@ -697,9 +699,7 @@ class Pairs:
         mean, limit = (float((x[whole] ** 2).mean() ** 0.5) / size for x in (difference, allowed))
         if mean > limit:  # what is off is not some elements alone
             ends = mean, limit
-        # Two elements, which may jump, are too much of a few: of these, no values agreed.
-        few = one.kind == UPDATE and one.size < _FEW and self.twins.get(i) != j
-        verdict = UNEXPLAINED if share > 1 or few else EXPLAINED
+        verdict = UNEXPLAINED if share > 1 else EXPLAINED
         if not known:
             verdict, ends, share = UNJUDGED, (mean, math.inf), 0.0
         return Compared(one, other, verdict, *ends, share, mean, limit)

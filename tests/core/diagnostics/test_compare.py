@@ -624,6 +624,27 @@ def test_elements_of_an_update_may_jump_that_no_probe_has_shown() -> None:
         assert polymp.compare(stepped(0), stepped(turned)).explained == explained
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_an_update_of_a_few_elements_is_off_by_more_than_is_said_to_be_explained(
+    swapped: bool,
+) -> None:
+    """None of a few may jump, as where gradients are clipped: of six equal scales, say."""
+
+    def stepped(framework: str, seed: int, size: float) -> RunRecord:
+        program: list[Call] = [
+            ("weight", "net", lambda: np.full(6, 0.3), ()),
+            ("mul", "net", lambda w: w * 3, (0,)),
+            ("step", "net", lambda w: w * size * normal(1, 1)[0, :6], (0,)),
+        ]
+        return record(updated(program, seed, {2: 0}), framework=framework, name=framework)
+
+    pair = [stepped("torch", 1, 0.1), stepped("jax", 2, 0.2)]
+    found = polymp.compare(*(reversed(pair) if swapped else pair))
+    assert found.first is not None
+    assert found.first.array.kind == UPDATE
+    assert found.first.difference > 100 * found.first.allowed, str(found)
+
+
 @pytest.mark.parametrize("transposed", [True, False])
 def test_an_update_has_its_elements_in_the_order_of_its_weight(transposed: bool) -> None:
     """Adam's first update has two values alone: eight of them may agree by chance."""

@@ -659,8 +659,8 @@ class Pairs:
             # run has none.
             names = known.get(a.name, set() if of_port else {a.name})
             alone = not (names & graded if of_port and a.kind == GRADIENT else names)
-            # Another program has other state in its optimizer; and of other updates, if it lacks none,
-            # those of no weights, which vary and have counterparts.
+            # Another program has other state in its optimizer and, if it lacks no update, others:
+            # none of weights, which vary and have counterparts.
             weight = bool(names) and mine.varies(mine.inputs.get(a.name, i))
             free = mine.is_state(a.name) or (not weight and _group(a) not in lacked)
             state = a.kind == UPDATE and self.by_values and free

@@ -967,7 +967,7 @@ def _path(module: str) -> list[str]:
 
 
 def _own_numbers(a: RecordedArray) -> tuple[float, ...]:
-    """What equal arrays have alike to the last digit, which sums of them have not."""
+    """The numbers that are the same of equal arrays to the last digit, as sums are not."""
     return a.zeros, a.bad, a.values[AMAX], *a.values[ELEMENTS]
 
 

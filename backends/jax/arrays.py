@@ -121,12 +121,10 @@ class AsyncCopy:
 
 
 def largest_magnitude(x: jax.Array, axes: Sequence[int]) -> jax.Array:
-    """The largest magnitude along some axes of float32 or float64; NaN if there is a NaN.
-
-    Found by the bits of the magnitudes, which as integers have the order of the numbers and NaN at
-    the top: XLA on CPUs loses a NaN in the maximum of a large float32 array (openxla/xla #21461).
-    XLA leaves out the `abs` of what is never negative, such as exp, and NaN may have a sign.
-    """
+    """The largest magnitude along some axes of float32 or float64; NaN if there is a NaN."""
+    # By their bits, which as integers have the order of the numbers and NaN at the top: XLA on CPUs
+    # loses a NaN in the maximum of a large float32 array (openxla/xla #21461). XLA leaves out the
+    # `abs` of what is never negative, such as exp, and NaN may have a sign.
     bits = lax.bitcast_convert_type(x, np.dtype(f"int{8 * x.dtype.itemsize}"))
     size = lax.bitwise_and(bits, bits.dtype.type(np.iinfo(bits.dtype).max))
     return lax.bitcast_convert_type(lax.reduce_max(size, tuple(axes)), x.dtype)
@@ -139,10 +137,8 @@ def _finite(arrays: Sequence[jax.Array]) -> jax.Array:
 
 
 def not_finite(leaves: Mapping[int, Any]) -> dict[int, str]:
-    """Return the places of arrays and references that have Inf or NaN: "Inf" or "NaN". Waits.
-
-    Other leaves, such as a dtype or a tensor of torch, have none.
-    """
+    """Return the places of arrays and references that have Inf or NaN: "Inf" or "NaN". Waits."""
+    # Other leaves, such as a dtype or a tensor of torch, have none.
     by_devices: dict[frozenset[jax.Device], list[int]] = {}
     leaves = {at: x[...] if isinstance(x, jax.Ref) else x for at, x in leaves.items()}
     for at, leaf in leaves.items():

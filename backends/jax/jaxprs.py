@@ -98,11 +98,9 @@ def ends_at_tolerance(eqn: Equation) -> bool:
 
 
 def _decide(closed: ClosedProgram, out: int) -> set[int]:
-    """The inputs of a program that decide an output, but no floats that decide an integer.
-
-    A loop that decodes tokens ends at one of them; which of the scores is the largest is no
-    comparison with a tolerance.
-    """
+    """The inputs of a program that decide an output, but no floats that decide an integer."""
+    # A loop that decodes tokens ends at one of them; which of the scores is the largest is no
+    # comparison with a tolerance.
     jaxpr, _ = compat.opened(closed)
     makers = {var: (eqn, at) for eqn in jaxpr.eqns for at, var in enumerate(eqn.outvars)}
     places = {var: at for at, var in enumerate(compat.binders(closed)[1])}
@@ -247,10 +245,9 @@ class Walk(Generic[T, A]):
         return [reduce(self.join, several) for several in zip(*outs, strict=True)]
 
     def looped(self, program: Inner, operands: list[T], around: A) -> list[T]:
-        """Those about the results of a program that an equation runs, once or in a loop: a turn's.
-
-        They come from what the loop began with only if its body reads that.
-        """
+        """Those about the results of a program that an equation runs, once or in a loop."""
+        # They are those of a turn, and come from what the loop began with only if its body reads
+        # that.
         fixed, start, over = program.split(operands)
         outs: list[T] = []
 

@@ -517,11 +517,9 @@ def check(policy: Policy) -> None:
 
 @cache
 def refusals(policy: Policy) -> Mapping[Row, str]:
-    """The rows that jax cannot follow, each with the reason.
-
-    A row for an op that jax does not have may stay if all that the op becomes in a trace has the
-    same rule, or if a shipped policy has it too: the vocabulary says why it is not met.
-    """
+    """The rows that jax cannot follow, each with the reason."""
+    # A row for an op that jax does not have may stay if all that the op becomes in a trace has the
+    # same rule, or if a shipped policy has it too: the vocabulary says why it is not met.
     words, shipped = vocabulary(), policy_files.shipped_rows()
     refused: dict[Row, str] = {}
     for row in policy.rows:

@@ -71,11 +71,9 @@ def contract(spec: Contraction, *operands: jax.Array) -> jax.Array:
 def _lower(
     ctx: mlir.LoweringRuleContext, *operands: "mlir.ir.Value[Any]", **params: object
 ) -> "Sequence[mlir.ir.Value[Any]]":
-    """Lower a contraction; what it makes of its operands is what earlier contractions made of them.
-
-    A parameter is cast in the forward pass and again in the backward pass. XLA would merge the two
-    casts only after it has divided the program among devices, and would gather each by itself.
-    """
+    """Lower a contraction; what it makes of operands is what earlier ones have made of them."""
+    # A parameter is cast in the forward pass and again in the backward pass. XLA would merge the
+    # two casts only after it has divided the program among devices, and would gather each alone.
     before = compat.readers(operands)
     outs: Sequence[mlir.ir.Value[Any]] = _lower_form(ctx, *operands, **params)
     for op in compat.readers(operands):
@@ -151,11 +149,9 @@ def remat_rule(
     kept: Sequence[bool],
     eqn: core.JaxprEqn,
 ) -> tuple[Any, ...]:
-    """Ask a rematerialisation policy about the primitive that an equation stands for.
-
-    Returns the forward and the backward equation, whether the result is unknown and whether the
-    backward pass has it, and the variables to save.
-    """
+    """Ask a rematerialisation policy about the primitive that an equation stands for."""
+    # Returns the forward and the backward equation, whether the result is unknown and whether the
+    # backward pass has it, and the variables to save.
     missing = [
         x for x, has in zip(eqn.invars, kept, strict=True) if not has and not isinstance(x, Literal)
     ]
@@ -197,10 +193,8 @@ mlir.register_lowering(contraction_p, _lower, cacheable=False)
 def result_as_asked(
     *operands: jax.Array, spec: Contraction, read: str = "", accumulator: str = ""
 ) -> jax.Array:
-    """Low operands, and the product's own result in the dtype asked for.
-
-    Or operands that are cast once more before, or a result in another dtype that is cast after.
-    """
+    """Low operands, and the product's own result in the dtype asked for."""
+    # Or operands that are cast once more before, or a result in another dtype that is cast after.
     lhs, rhs, *rest = operands
     low = (lax.convert_element_type(x, spec.run) for x in (lhs, rhs))
     both = (lax.convert_element_type(x, read or spec.run) for x in low)
@@ -220,10 +214,8 @@ def widened(*operands: jax.Array, spec: Contraction) -> jax.Array:
 
 
 def multiplied(lhs: jax.Array, rhs: jax.Array, spec: Contraction) -> jax.Array:
-    """Values of bfloat16, all products of them, and their sums: a loop that XLA fuses with others.
-
-    A library that XLA on CPU calls for sums leaves out a cast there and back.
-    """
+    """bfloat16 values, all products of them, and their sums: a loop that XLA fuses with others."""
+    # A library that XLA on CPU calls for sums leaves out a cast there and back.
     (lc, rc), (lb, rb) = spec.params["dimension_numbers"]
     lf, rf = (
         [d for d in range(x.ndim) if d not in (*contracted, *batch)]
@@ -238,13 +230,11 @@ def multiplied(lhs: jax.Array, rhs: jax.Array, spec: Contraction) -> jax.Array:
 
 
 def row_by_row(*operands: jax.Array, spec: Contraction) -> jax.Array:
-    """Low operands laid out for XLA's fast kernel on CPU, which adds up in float32; see FORMS.
-
-    The kernel takes a lhs of two rows or more that is contracted on its last dimensions, and both
-    operands row by row in memory. A unit dimension after a transpose makes one lie so; the rhs of
-    few rows is not copied for it. The barriers keep XLA from folding the transpose into the
-    product: it would then run a slower kernel, or have none and raise.
-    """
+    """Low operands laid out for XLA's fast kernel on CPU, which adds up in float32; see FORMS."""
+    # The kernel takes a lhs of two rows or more that is contracted on its last dimensions, and both
+    # operands row by row in memory. A unit dimension after a transpose makes one lie so; the rhs of
+    # few rows is not copied for it. The barriers keep XLA from folding the transpose into the
+    # product: it would then run a slower kernel, or have none and raise.
     if spec.run != "bfloat16" or spec.of.name != "dot_general":
         # XLA's CPU kernels for these take float32.
         return widened(*operands, spec=spec)
@@ -378,10 +368,8 @@ FORMS: Mapping[str, Callable[..., object]] = {
 
 
 def lower_as(form: Callable[..., object], platform: str | None = None) -> None:
-    """Lower the contraction in a form from here on, on a platform or where none is named.
-
-    Programs that are compiled stay as they are. For FORMS, and for measuring the forms.
-    """
+    """Lower the contraction in a form from here on, on a platform or where none is named."""
+    # Programs that are compiled stay as they are. For FORMS, and for measuring the forms.
     elsewhere = row_by_row if form is of_this_processor else form
 
     def rule(
@@ -438,10 +426,8 @@ def with_products(
     spec: Contraction,
     product: Callable[..., jax.Array] = contract,
 ) -> jax.Array:
-    """The result of a program of one dtype, with each product in it replaced by one of ours.
-
-    `product` makes it of the contraction that it is, in the dtypes of `spec`, and its operands.
-    """
+    """The result of a program of one dtype, with each product in it replaced by one of ours."""
+    # `product` makes it of the contraction that it is, in the dtypes of `spec`, and its operands.
     eqns = compat.opened(closed)[0].eqns
     turned = set()  # results of products that were made the other way round
 
@@ -464,10 +450,8 @@ def with_products(
 
 
 def _swapped(eqn: Equation, after: Equation | None) -> dict[str, object] | None:
-    """The parameters of a product whose operands change places, if only a transpose follows it.
-
-    XLA on CPU would find that out late, and then has no kernel for what it made.
-    """
+    """The parameters of a product whose operands change places, if only a transpose follows it."""
+    # XLA on CPU would find that out late, and then has no kernel for what it made.
     if eqn.primitive.name != "dot_general" or after is None:
         return None
     if after.primitive.name != "transpose" or after.invars[0] is not eqn.outvars[0]:

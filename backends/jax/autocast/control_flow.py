@@ -128,10 +128,8 @@ def _meet(outs: Sequence[ValueFacts]) -> str | None:
 def plan_apart(
     frame: Frame, eqn: Equation, region: Region, rules: "type[Rules] | None" = None
 ) -> Planned:
-    """A program on many devices, or with derivative rules of its own: planned apart.
-
-    Of numbers around it nothing is known in it.
-    """
+    """A program on many devices, or with derivative rules of its own: planned apart."""
+    # Of numbers around it nothing is known in it.
     (program,) = inside(eqn)
     known = [frame.known(atom)._replace(numbers=()) for atom in eqn.invars]
     plan = frame.planner.plan(program.closed, known, region, keep=rules is None)

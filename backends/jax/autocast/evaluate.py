@@ -35,10 +35,8 @@ from polymp.rules import decision_log
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python's cycle collector, off while a program is planned or traced again.
-
-    The collector would look through all of it again and again, which cost more than the plan.
-    """
+    """Python's cycle collector, off while a program is planned or traced again."""
+    # It would look through all of it again and again, which cost more than the plan.
     if not gc.isenabled():
         yield
         return

@@ -311,10 +311,8 @@ def _jvp(
 
 
 def _through_bfloat16(tangent: jax.Array) -> jax.Array:
-    """Round a tangent to bfloat16, and so the gradient that its transpose makes.
-
-    XLA may leave out a cast down and up again, but not this.
-    """
+    """Round a tangent to bfloat16, and so the gradient that its transpose makes."""
+    # XLA may leave out a cast down and up again, but not this.
     wide = tangent.dtype == np.float32
     return lax.reduce_precision(tangent, 8, 7) if wide else tangent
 
@@ -373,12 +371,11 @@ compat.remat_rules[fp8_contraction_p] = programs.remat_rule
 
 
 def product(*flat: jax.Array, spec: Contraction, how: In8Bits) -> jax.Array:
-    """The product of quantised operands, and of those that are quantised here.
-
-    On GPUs this is the direct form of XLA's fp8 gemm. On an H100, jax 0.11.2 ran it in 8 bits, and
-    in 16 where operands are cast up and scaled before: benchmarks/results/FIGURES.md, "Products of
-    8-bit operands". Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc, MatchFp8Param.
-    """
+    """The product of quantised operands, and of those that are quantised here."""
+    # On GPUs this is the direct form of XLA's fp8 gemm. On an H100, jax 0.11.2 ran it in 8 bits,
+    # and in 16 where operands are cast up and scaled before: benchmarks/results/FIGURES.md,
+    # "Products of 8-bit operands". Source: XLA, xla/service/gpu/transforms/gemm_rewriter.cc,
+    # MatchFp8Param.
     operands, own = operands_of(flat, how), spec.params
     (lc, rc), _ = own["dimension_numbers"]
     pairs = zip(operands, (lc, rc), strict=True)

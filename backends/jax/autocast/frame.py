@@ -182,10 +182,7 @@ _UNKNOWN = (
 
 
 class Planner:
-    """Plans the programs inside one traced program, each once.
-
-    It finds plans of earlier calls among those that are kept, and keeps its own there.
-    """
+    """Plans the programs inside one traced program, each once; keeps plans, and finds kept ones."""
 
     def __init__(self, planned: "Callable[[Frame], Plan]", kept: Plans) -> None:
         FUNCTIONS.refresh()

@@ -130,11 +130,9 @@ def variables(atoms: Sequence[Atom]) -> list[Atom]:
 
 
 def _goes_on(call: _Call, first: _Call) -> bool:
-    """True for an equation of the same call as the first equation of a function call.
-
-    A call in a loop has the same place each time; a new one begins where its first equation comes
-    again.
-    """
+    """True for an equation of the same call as the first equation of a function call."""
+    # A call in a loop has the same place each time; a new one begins where its first equation comes
+    # again.
     (one, region), (other, around) = call, first
     same = (one.op, one.call, region) == (other.op, other.call, around)
     return same and (one.inside is None or one.inside != other.inside)
@@ -232,10 +230,8 @@ def _inlined(plans: Sequence[Plan], _: Step, values: Sequence[object]) -> Sequen
 def _computed_again(
     plans: Sequence[Plan], step: Step, values: Sequence[object]
 ) -> Sequence[object]:
-    """Those of one that returns the dtype of its operands: it saves them as they came alone.
-
-    For backward it is computed again, as a fused kernel would.
-    """
+    """Those of one that returns the dtype of its operands: it saves them as they came alone."""
+    # For backward it is computed again, as a fused kernel would.
     (plan,) = plans
 
     def section(*values: object) -> Sequence[object]:

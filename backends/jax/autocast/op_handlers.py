@@ -327,10 +327,8 @@ _FEW = 8
 
 
 def _made_of_numbers(op: str, floats: Sequence[ValueFacts]) -> tuple[Origin, tuple[float, ...]]:
-    """The same, of what an op makes of bools, integers and numbers in the program.
-
-    With integers, `1 - mask` is what integers are, and `0.5 * positions` is not: it is computed.
-    """
+    """The same, of what an op makes of bools, integers and numbers in the program."""
+    # With integers, `1 - mask` is what integers are, and `0.5 * positions` is not: it is computed.
     origins = {k.origin for k in floats}
     if op == "select_n":
         numbers = {n for k in floats for n in k.numbers}
@@ -382,11 +380,9 @@ _GRADIENT = "it is in the backward rule of a jax.custom_vjp function, whose grad
 def in_8_bits(
     frame: Frame, eqn: Equation, known: Sequence[ValueFacts], op: str, region: Region
 ) -> In8Bits | str:
-    """How a product runs in 8 bits, or why it runs by rule `lower` instead.
-
-    The weight is the operand that is an argument or a constant of the program, or a layout of one.
-    If both are, or neither, it is the second one, as in `x @ w`.
-    """
+    """How a product runs in 8 bits, or why it runs by rule `lower` instead."""
+    # The weight is the operand that is an argument or a constant of the program, or a layout of
+    # one. If both are, or neither, it is the second one, as in `x @ w`.
     assert region.policy is not None, "it has a row with rule fp8"
     if eqn.primitive.name != "dot_general":
         return _ONE.format(eqn.primitive.name)

@@ -155,10 +155,7 @@ _MIXED = "mixed"
 
 
 class _CastPuller:
-    """Pulls casts up: what is low and read in float32 alone is computed in float32.
-
-    So a rounding is left out. Goes over the steps of a program, from the last to the first.
-    """
+    """Pulls casts up, last step first: low values read in float32 alone are computed in it."""
 
     def __init__(self, frame: Frame) -> None:
         self.frame = frame

@@ -66,10 +66,7 @@ def entered(region: Region) -> Iterator[None]:
 
 @contextmanager
 def as_written() -> Iterator[None]:
-    """Run Python outside of any region: what is traced meanwhile runs as written.
-
-    Also a decorator, for arithmetic of polymp's own that no policy decides.
-    """
+    """Run Python, or as a decorator a function, outside of any region: as it is written."""
     ambient = AMBIENT.value
     with nullcontext() if ambient is None else entered(replace(ambient, enabled=False)):
         yield
@@ -118,10 +115,8 @@ _NO_MODULE = re.compile(r"polymp:|rematted_computation$|.*[,<>]")
 
 
 def module_path(*scopes: str) -> str:
-    """The path of modules that the names of scopes are, for patterns and for reports.
-
-    Without those that equinox opens in its layers, "eqx.nn.Linear", if others have the path.
-    """
+    """The path of modules that the names of scopes are, for patterns and for reports."""
+    # Without those that equinox opens in its layers, "eqx.nn.Linear", if others have the path.
     path = ".".join(filter(None, scopes)).replace("/", ".")
     return _OF_EQUINOX.sub("", path).removeprefix(".") or path
 

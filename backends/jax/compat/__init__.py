@@ -99,11 +99,9 @@ def close(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> core.ClosedJaxpr:
 
 
 def static_leaves(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[bool]:
-    """Whether each leaf of a call of a jitted function belongs to a static argument.
-
-    JAX shows what is traced (`fn.trace(...).args_info`), but not which arguments it has left out.
-    Since jax 0.4.
-    """
+    """Whether each leaf of a call of a jitted function belongs to a static argument."""
+    # JAX shows what is traced (`fn.trace(...).args_info`), but not which arguments it has left out.
+    # Since jax 0.4.
     info = fn._jit_info
     if not info.static_argnums and not info.static_argnames:
         return repeat(False)
@@ -152,10 +150,8 @@ def only_arrays(closed: ClosedProgram) -> bool:
 
 
 def dtypes_out(eqn: Equation, dtypes: Sequence[str | None]) -> tuple[str | None, ...]:
-    """The dtypes of an equation's results if its operands had these; None: as declared.
-
-    Asks the primitive's own shape rule, `abstract_eval`. Since jax 0.4.
-    """
+    """The dtypes of an equation's results if its operands had these; None: as declared."""
+    # Asks the primitive's own shape rule, `abstract_eval`. Since jax 0.4.
     avals = [
         var.aval if dtype is None else var.aval.update(dtype=np.dtype(dtype), weak_type=False)
         for var, dtype in zip(eqn.invars, dtypes, strict=True)
@@ -172,10 +168,8 @@ def traced_from(closed: ClosedProgram) -> tuple[str | None, int | None, str]:
 
 
 def traced_as(fn: Any, closed: ClosedProgram) -> Any:
-    """A Python function that does the same; what is traced of it says it is of a jaxpr's function.
-
-    A jaxpr's debug information comes of the code object of a function. Since jax 0.5.
-    """
+    """A function that does the same; what is traced of it says it is of a jaxpr's function."""
+    # A jaxpr's debug information comes of the code object of a function. Since jax 0.5.
     filename, line, name = traced_from(closed)
     code = fn.__code__
     if filename is not None:
@@ -201,10 +195,8 @@ class Context(Protocol[T]):
 def remat_case(
     answer: Any,
 ) -> Literal["save", "recompute"] | tuple[_core.MemorySpace, _core.MemorySpace]:
-    """The answer of a rematerialisation policy: "save", "recompute", or (there, back) to offload.
-
-    There and back are memory spaces. Since jax 0.4.
-    """
+    """The answer of a remat policy: "save", "recompute", or (there, back) to offload."""
+    # There and back are memory spaces. Since jax 0.4.
     case = _partial_eval.ensure_enum(answer)
     if isinstance(case, _partial_eval.Offloadable):
         return _core.mem_kind_to_space(case.dst), _core.mem_kind_to_space(case.src)
@@ -212,29 +204,23 @@ def remat_case(
 
 
 def varying_axes(x: object) -> frozenset[str]:
-    """The manual axes over which the devices of a shard_map may hold different x. Since jax 0.10.
-
-    Empty outside of a shard_map, and in one with check_vma=False. `jax.typeof` is public, the
-    fields of what it returns are not documented.
-    """
+    """The manual axes over which devices of a shard_map may hold different x. Since jax 0.10."""
+    # Empty outside of a shard_map, and in one with check_vma=False. `jax.typeof` is public, the
+    # fields of what it returns are not documented.
     axes: frozenset[str] = jax.typeof(x).mat.varying
     return axes
 
 
 def varying_alike(*operands: T) -> Sequence[T]:
-    """The operands, each varying over the manual axes that any of them varies over.
-
-    What functions of `jax.lax` do before they bind a primitive. Since jax 0.10.
-    """
+    """The operands, each varying over the manual axes that any of them varies over."""
+    # What functions of `jax.lax` do before they bind a primitive. Since jax 0.10.
     operands_alike: Sequence[T] = _core.auto_insert_reshard(*operands)
     return operands_alike
 
 
 def trace_context() -> Hashable:
-    """Everything of jax's configuration that a trace depends on, as a key. Since jax 0.4.
-
-    The key that jit adds to the types of the arguments; there is no public one.
-    """
+    """Everything of jax's configuration that a trace depends on, as a key. Since jax 0.4."""
+    # The key that jit adds to the types of the arguments; there is no public one.
     key: Hashable = _config.trace_context()
     return key
 
@@ -254,12 +240,10 @@ def default_precision() -> (
 
 
 def device_type() -> tuple[str, tuple[int, int] | None]:
-    """The type of the device that programs are for, and of an NVIDIA GPU its compute capability.
-
-    "cpu", "cuda", "rocm" or "tpu". `jax.default_backend` says "gpu" for two of them, and a default
-    device is a thread's own. The attributes `client` and `compute_capability` of a device are not
-    documented. Since jax 0.4.
-    """
+    """The type of the device that programs are for, and of an NVIDIA GPU its compute capability."""
+    # "cpu", "cuda", "rocm" or "tpu". `jax.default_backend` says "gpu" for two of them, and a
+    # default device is a thread's own. The attributes `client` and `compute_capability` of a device
+    # are not documented. Since jax 0.4.
     chosen: object = _config.default_device.value
     device = (
         chosen
@@ -284,11 +268,9 @@ def check_nans(*primitives: core.Primitive) -> None:
 def jvp(
     fn: Callable[..., object], primals: Sequence[object], tangents: Sequence[jax.Array | None]
 ) -> tuple[Sequence[jax.Array], list[jax.Array | None]]:
-    """Results and their tangents; None for a tangent that is a symbolic zero, there and here.
-
-    `jax.jvp` makes arrays of zeros of them, and a rule that refuses a tangent then refuses it.
-    Since jax 0.4.
-    """
+    """Results and their tangents; None for a tangent that is a symbolic zero, there and here."""
+    # `jax.jvp` makes arrays of zeros of them, and a rule that refuses a tangent then refuses it.
+    # Since jax 0.4.
     jaxpr = jax.make_jaxpr(fn)(*primals)
     moving = [tangent is not None for tangent in tangents]
     paired, moves = _ad.jvp_jaxpr(jaxpr, moving, False)
@@ -303,10 +285,7 @@ def pulled(
     results: Sequence[AbstractValue],
     cotangents: Sequence[jax.Array | None],
 ) -> list[jax.Array | None]:
-    """Call a function of `jax.vjp`; None stands for a symbolic zero, there and in its argument.
-
-    Since jax 0.8.
-    """
+    """Call a function of `jax.vjp`; None is a symbolic zero, here and there. Since jax 0.8."""
     accums = [_ad.ValAccum(aval.to_ct_aval()) for aval in args]
     full = [
         ad.Zero(aval.to_ct_aval()) if ct is None else ct
@@ -318,10 +297,8 @@ def pulled(
 
 
 def is_ready(x: Any) -> bool:
-    """True if an array's values are there, so that reading them does not wait. Since jax 0.3.
-
-    A method of the arrays that there are, and not of `jax.Array`, which is what is documented.
-    """
+    """True if an array's values are there, so that reading them does not wait. Since jax 0.3."""
+    # A method of the arrays that there are, not of `jax.Array`, which is what is documented.
     return bool(x.is_ready())
 
 
@@ -339,10 +316,8 @@ def put(
 
 
 def other_mesh(aval: object) -> AbstractMesh | None:
-    """The mesh of a value where another one holds, that of a `reshard` it goes into; or None.
-
-    A primitive refuses values of other meshes. `get_abstract_mesh` is public since jax 0.8.
-    """
+    """The mesh of a value where another one holds, that of a `reshard` it goes into; or None."""
+    # A primitive refuses values of other meshes. `get_abstract_mesh` is public since jax 0.8.
     mesh = _mesh.get_abstract_mesh()
     of = getattr(getattr(aval, "sharding", None), "mesh", mesh)
     return None if of is mesh or of.empty or of == mesh else of
@@ -358,18 +333,14 @@ def without_scopes(stack: NameStack, drop: Callable[[str], bool]) -> NameStack:
 
 
 def is_reference(x: Any) -> bool:
-    """True for a mutable array, as `jax.new_ref` makes, or its type, which no public class names.
-
-    `AbstractRef.inner_aval` since jax 0.4.
-    """
+    """True for a mutable array, as of `jax.new_ref`, or its type, which no public class names."""
+    # `AbstractRef.inner_aval` since jax 0.4.
     return hasattr(getattr(x, "aval", x), "inner_aval")
 
 
 def scope_names(stack: NameStack) -> list[str]:
-    """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4.
-
-    A recomputation in the backward pass has its path twice, as "transpose(jvp(a))/b/jvp(a)/b".
-    """
+    """The names of a stack's scopes, outermost first, without the transforms. Since jax 0.4."""
+    # A recomputation in the backward pass has its path twice, as "transpose(jvp(a))/b/jvp(a)/b".
     names, backward, forwards = list[str](), False, list[int]()
     for part in stack.stack:
         if type(part).__name__ == "Scope":
@@ -415,18 +386,14 @@ def frames(traceback: Any) -> Frames:
 
 
 def readers(values: "Iterable[mlir.ir.Value[Any]]") -> list[mlir.ir.Operation]:
-    """The ops of an MLIR program that read some of its values. Since jax 0.5.
-
-    `jax.interpreters.mlir.ir` is public, what its classes can do is not documented.
-    """
+    """The ops of an MLIR program that read some of its values. Since jax 0.5."""
+    # `jax.interpreters.mlir.ir` is public, what its classes can do is not documented.
     return [use.owner.operation for value in values for use in value.uses]
 
 
 def is_for_one_device(ctx: mlir.LoweringRuleContext) -> bool:
-    """True if a program is for one device of this machine: not for several, nor for `jax.export`.
-
-    `LoweringParameters.for_export` since jax 0.4.27.
-    """
+    """True if a program is for one device of this machine: not several, nor for `jax.export`."""
+    # `LoweringParameters.for_export` since jax 0.4.27.
     module = ctx.module_context
     axes, devices = module.axis_context, 1
     if isinstance(axes, _sharding.ShardingContext):
@@ -437,11 +404,9 @@ def is_for_one_device(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def merge_repeated(op: mlir.ir.Operation) -> None:
-    """Replace an op of an MLIR program by an earlier one that computes the same, if there is one.
-
-    So are the ops that read its result, as long as they have one operand and one result each. The
-    earlier ones are in the same block, which is where ops are put one after the other. Since 0.5.
-    """
+    """Replace an op of an MLIR program by an earlier one that computes the same, if there is."""
+    # So are the ops that read its result, as long as they have one operand and one result each. The
+    # earlier ones are in the same block, which is where ops are put one after the other. Since 0.5.
     todo = [op]
     while todo:
         op = todo.pop()

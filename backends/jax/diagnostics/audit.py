@@ -405,10 +405,8 @@ def short_names(found: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
 
 
 def _path(text: str) -> str:
-    """A name as those of modules: "layers.0.up.kernel" of "[0][1]['layers'][0]['up']['kernel']".
-
-    Without the argument, the places in tuples, and the collection of linen that it stands in.
-    """
+    """A name as those of modules: "layers.0.up.kernel" of "[0][1]['layers'][0]['up']['kernel']"."""
+    # Without the argument, the places in tuples, and the collection of linen that it stands in.
     parts = re.findall(r"[^\[\]'\"./~]+", text)
     start = 1 if text[:1] not in "[." and len(parts) > 1 else 0
     while start < len(parts) and (parts[start].isdigit() or parts[start] == "params"):
@@ -422,11 +420,9 @@ def _path(text: str) -> str:
 def located(
     program: MeasuredCall, arrays: Sequence[jax.Array], quick: bool = True, inputs: bool = True
 ) -> tuple[Fault | None, str]:
-    """Run a program that was made to be measured once, and return its fault, or why there is none.
-
-    A twin that is compiled `quick` may round otherwise than the program; then one that is not runs.
-    Without `inputs` those of the op are not measured.
-    """
+    """Run a program that is measured once, and return its fault, or why there is none."""
+    # A twin that is compiled `quick` may round otherwise than the program; then one that is not
+    # runs. Without `inputs` those of the op are not measured.
     options = quick_options(arrays) if quick else None
     twin = program.twin(None, options)
     facts, peaks = twin.read(twin.packed(arrays))

@@ -162,10 +162,8 @@ class Catch(CaughtStep[P, R]):
         return tuple(args), kwargs
 
     def _losses(self, leaves: Leaves) -> dict[int, jax.Array]:
-        """Return the floats with one element that a call returned and that are no state.
-
-        Python's floats if no array is one: beside a loss they may be a time, or the best so far.
-        """
+        """Return the floats with one element that a call returned and that are no state."""
+        # Python's floats if no array is one: beside a loss they may be a time, or the best so far.
         own = {at: leaf for at, leaf in enumerate(leaves) if at not in self._fed}
         arrays = {at: x for at, x in own.items() if is_array(x) and x.size == 1 and is_float(x)}
         floats = {at: x for at, x in own.items() if type(x) is float}

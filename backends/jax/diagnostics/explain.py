@@ -346,10 +346,8 @@ def is_library(closed: ClosedProgram) -> bool:
 
 @cache
 def _is_of_user(traceback: object, filename: str | None, line: int | None) -> bool:
-    """True if the user's code made an equation of a function at a line of a library's file.
-
-    Such a function calls the user's: as what `equinox.filter_jit` or `flax.linen.scan` returns.
-    """
+    """True if the user's code made an equation of a function at a line of a library's file."""
+    # Such a function calls the user's: as what `equinox.filter_jit` or `flax.linen.scan` returns.
     for code in compat.frames(traceback).codes:
         if not code_origin.is_library(code.co_filename, *LIBRARIES):
             return True
@@ -429,11 +427,9 @@ class Placed(Walk[T, tuple[int, ...]]):
 
 
 def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Site]:
-    """The equations of a program and of those inside it, calls and loops taken apart.
-
-    A shard_map or a `while` comes before those inside it. `around` has the program's place, in all
-    its fields but the equation.
-    """
+    """The equations of a program and of those inside it, calls and loops taken apart."""
+    # A shard_map or a `while` comes before those inside it. `around` has the program's place, in
+    # all its fields but the equation.
     outer, times, fixed, parent, written, scans, closed_by = (
         around[1:] if around else (Scope(), 1, frozenset(), (), None, (), "")
     )
@@ -464,11 +460,9 @@ def equations(closed: ClosedProgram, around: Site | None = None) -> Iterator[Sit
 def with_sites(
     closed: ClosedProgram, record: Record, counts: Callable[[Atom], object] | None = None
 ) -> Iterator[tuple[Call, list[Site]]]:
-    """The calls of a program, in its order, each with its equations.
-
-    An equation is one if it reads a value that `counts`, or rounds an integer; None for an equation
-    that reads floats and is not CLOSED.
-    """
+    """The calls of a program, in its order, each with its equations."""
+    # An equation is one if it reads a value that `counts`, or rounds an integer; None for an
+    # equation that reads floats and is not CLOSED.
     of = counts or float_dtype
     groups: list[list[Site]] = []
     known: dict[tuple[str, str], list[list[Site]]] = {}

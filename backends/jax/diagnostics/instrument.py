@@ -186,12 +186,10 @@ class MeasuredCall(Placed[Origin]):
     def _add_call(
         self, call: Call, sites: Sequence[Site], readers: Mapping[Atom, set[int]]
     ) -> None:
-        """Add a call, and find the equations that end it.
-
-        Those whose results are read outside of it, or by nothing: its result, what the backward
-        pass reads beside that, or one for each gradient. A cast that it reads itself is of its
-        input.
-        """
+        """Add a call, and find the equations that end it."""
+        # Those whose results are read outside of it, or by nothing: its result, what the backward
+        # pass reads beside that, or one for each gradient. A cast that it reads itself is of its
+        # input.
         self.of_event.update((s.key, len(self.calls)) for s in sites)
         own, ends, residuals = {id(s.eqn) for s in sites}, [], set[Key]()
         made = {id(v) for s in sites if not _moves(s.eqn) for v in s.eqn.outvars}
@@ -351,11 +349,9 @@ class Twin(Placed[jax.Array]):
         self.packed: Callable[..., jax.Array] = jax.jit(self._packed, compiler_options=options)
 
     def _packed(self, arrays: Sequence[jax.Array]) -> jax.Array:
-        """The results of `run` as one array, in float32 or wider.
-
-        It has hundreds of results of a few numbers: to make an array of its own of each takes the
-        host longer than the device needs to compute it.
-        """
+        """The results of `run` as one array, in float32 or wider."""
+        # It has hundreds of results of a few numbers: to make an array of its own of each takes the
+        # host longer than the device needs to compute it.
         leaves, self._structure = jax.tree.flatten(self.run(arrays))
         self._shapes = [tuple(x.shape) for x in leaves]
         dtype = jnp.result_type(np.float32, *(x.dtype for x in leaves if is_float(x)))
@@ -453,11 +449,9 @@ class Twin(Placed[jax.Array]):
         self._came.update((id(x), (x, given)) for x in outs)
 
     def _with_mesh(self, made: Sequence[jax.Array] = ()) -> AbstractContextManager[object]:
-        """A context with the mesh of some arrays, or else of all: for constants among them.
-
-        JAX takes some programs of such arrays without `jax.set_mesh` around them. In `auto_axes`
-        the types of arrays have the mesh in another form.
-        """
+        """A context with the mesh of some arrays, or else of all: for constants among them."""
+        # JAX takes some programs of such arrays without `jax.set_mesh` around them. In `auto_axes`
+        # the types of arrays have the mesh in another form.
         if self._mesh is None:
             return nullcontext()
         meshes = [jax.typeof(x).sharding.mesh for x in made]
@@ -510,12 +504,10 @@ CompilerOptions = dict[str, bool | int] | None
 
 
 def quick_options(arrays: Sequence[jax.Array]) -> CompilerOptions:
-    """Options of XLA with which a twin that runs once takes less time in all, on CPUs.
-
-    A twin has several times the ops of its program, and nearly all of the first call is compiling.
-    With these its loops over elements are not optimised, and take two to three times as long.
-    Products are calls of kernels that are compiled already. The options are of XLA on CPUs alone.
-    """
+    """Options of XLA with which a twin that runs once takes less time in all, on CPUs."""
+    # A twin has several times the ops of its program, and nearly all of the first call is
+    # compiling. With these its loops over elements are not optimised, and take two to three times
+    # as long. Products are calls of kernels that are compiled already.
     devices = (device for x in arrays if isinstance(x, jax.Array) for device in x.devices())
     platforms = {device.platform for device in devices} or {jax.default_backend()}
     if platforms != {"cpu"}:
@@ -565,10 +557,7 @@ def own_references(given: Sequence[Any]) -> list[Any]:
 
 
 def real(x: jax.Array) -> jax.Array:
-    """A complex array's real and imaginary numbers; another array as it is.
-
-    |z| itself may be Inf where both of them are finite.
-    """
+    """A complex array's real and imaginary numbers, for |z| may be Inf; another array as it is."""
     if not jnp.iscomplexobj(x):
         return x
     return lax.concatenate([lax.expand_dims(part, (0,)) for part in (lax.real(x), lax.imag(x))], 0)
@@ -601,11 +590,9 @@ def peak(*arrays: jax.Array) -> jax.Array:
 
 @_wherever
 def _peak(x: jax.Array) -> jax.Array:
-    """The largest magnitude in an array.
-
-    Of a long one, that of each column first: XLA's loop for one number alone is not vectorized on
-    CPUs, and takes twice as long, three times as long for 16 bits.
-    """
+    """The largest magnitude in an array."""
+    # Of a long one, that of each column first: XLA's loop for one number alone is not vectorized on
+    # CPUs, and takes twice as long, three times as long for 16 bits.
     x = real(x)
     exact = _exact(x)
     x = x if x.dtype in _LOW else lax.convert_element_type(x, exact)
@@ -651,10 +638,8 @@ def lost(
     outs: Sequence[jax.Array],
     numbers: Sequence[tuple[int, float]],
 ) -> jax.Array:
-    """The loss in a low dtype, by the same equation on the same operands in float32.
-
-    Operands that are constants of the program are those that it has, before they were rounded.
-    """
+    """The loss in a low dtype, by the same equation on the same operands in float32."""
+    # Operands that are constants of the program are those that it has, before they were rounded.
     counts = outs[0].dtype == np.float16 or eqn.primitive.name in _SATURATE or numbers
     exact = dict(numbers)
     args = [

@@ -313,10 +313,8 @@ _KERNELS: dict[Hashable, Callable[..., Any]] = {}
 def jitted(
     fn: Callable[..., Any], *static: str, donated: tuple[int, ...] = ()
 ) -> Callable[..., Any]:
-    """A function of arrays, compiled; it may write into those that are `donated`.
-
-    It is of few shapes, and of all arrays: XLA's loops are worth their time.
-    """
+    """A function of arrays, compiled; it may write into those that are `donated`."""
+    # It is of few shapes, and of all arrays: XLA's loops are worth their time.
     compiled: Callable[..., Any] = jax.jit(fn, static_argnames=static, donate_argnums=donated)
     return compiled
 
@@ -383,11 +381,9 @@ def _put(eqn: Equation, given: Sequence[Any]) -> Sequence[Any]:
 
 
 def rounds_operands(eqn: Equation, device: jax.Device) -> str:
-    """The format to which a product rounds its float32 operands; "" if it keeps them.
-
-    In a region its own casts do. By default GPUs may take TF32, and TPUs bfloat16: see
-    `jax.default_matmul_precision`.
-    """
+    """The format to which a product rounds its float32 operands; "" if it keeps them."""
+    # In a region its own casts do. By default GPUs may take TF32, and TPUs bfloat16: see
+    # `jax.default_matmul_precision`.
     if eqn.primitive.name in OURS and "how" not in eqn.params:
         wide = any(v.aval.dtype == np.float32 for v in eqn.invars)
         return str(eqn.params["spec"].run) if wide else ""
@@ -466,12 +462,10 @@ def amount(eqn: Equation, values: Sequence[jax.Array], x: jax.Array) -> jax.Arra
 
 
 def shares(eqn: Equation, out: Any, narrow: str) -> tuple[float, float, float]:
-    """About how far the rounding of an equation moves a result, as a share of its size.
-
-    What becomes of operands that are rounded to the format `narrow` is in it. And how far it moves
-    a sum beside that, as a share of the size of its terms, which may cancel, and that as a share of
-    the size of one: see `of_terms`.
-    """
+    """About how far the rounding of an equation moves a result, as a share of its size."""
+    # What becomes of operands that are rounded to the format `narrow` is in it. And how far it
+    # moves a sum beside that, as a share of the size of its terms, which may cancel, and that as a
+    # share of the size of one: see `of_terms`.
     own, summed, terms = _parts(eqn, out)
     own += summed + rounding.of_operands(narrow)
     scaled = eqn.params.get("how") is not None  # in 8 bits
@@ -487,11 +481,9 @@ def of_terms(values: Sequence[jax.Array], by: float) -> jax.Array:
 
 
 def shifted(x: jax.Array, by: jax.Array, seed: Any, move: Any) -> jax.Array:
-    """Move numbers by a share, a hash of the number, the move and the seed, unless the seed is 0.
-
-    Equal numbers go the same way, as they round the same way, and so do neighbours, where a
-    function is off by the same; opposite ones go opposite ways.
-    """
+    """Move numbers by a share, a hash of number, move and seed, unless the seed is 0."""
+    # Equal numbers go the same way, as they round the same way, and so do neighbours, where a
+    # function is off by the same; opposite ones go opposite ways.
     if jnp.iscomplexobj(x):
         parts = (shifted(part, by, seed, move) for part in (x.real, x.imag))
         return lax.complex(*parts)

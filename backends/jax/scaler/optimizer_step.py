@@ -318,10 +318,8 @@ def expect_scaler(
 def _backward(
     closed: ClosedProgram, back: bool = False, scaled: bool = False
 ) -> Iterator[tuple[Equation, bool]]:
-    """Yield the equations of backward passes, innermost ones, and whether each is in `scale`.
-
-    Or reads what `scale` made of a cotangent, before the pass.
-    """
+    """Yield the innermost equations of backward passes, and whether each is in `scale`."""
+    # Or reads what `scale` made of a cotangent, before the pass.
     made = set[Atom]()  # by `scale`, before the pass
     for eqn in compat.opened(closed)[0].eqns:
         stack, programs = eqn.source_info.name_stack, inside(eqn)

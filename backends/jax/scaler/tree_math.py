@@ -44,10 +44,8 @@ def divided(tree: T, scale: jax.Array) -> T:
 
 @regions.as_written()
 def all_finite(tree: object, scale: jax.Array) -> jax.Array:
-    """Bool []: no quotient of a float of the tree by the scale is Inf or NaN.
-
-    On all devices along every axis along which they could find otherwise.
-    """
+    """Bool []: no quotient of a float of the tree by the scale is Inf or NaN."""
+    # On all devices along every axis along which they could find otherwise.
     finite: jax.Array = _all_finite([x for x in jax.tree.leaves(tree) if is_scalable(x)], scale)
     if axes := _differing_axes(finite):
         finite = lax.psum(jnp.where(finite, 0, 1), axes) == 0
@@ -94,11 +92,9 @@ def parts_of(x: jax.typing.ArrayLike) -> list[jax.Array]:
 
 @partial(jax.jit, inline=True)
 def _all_finite(xs: list[jax.typing.ArrayLike], scale: jax.Array) -> jax.Array:
-    """Bool []; on CPUs by sums, which XLA there computes five times as fast as it looks for Inf.
-
-    A sum of numbers among which there is an Inf or a NaN is Inf or NaN. If a sum overflows though
-    its numbers are finite, or the scale is below 1, they are looked at one by one.
-    """
+    """Bool []; on CPUs by sums, which XLA there computes five times as fast as it looks for Inf."""
+    # A sum of numbers among which there is an Inf or a NaN is Inf or NaN. If a sum overflows though
+    # its numbers are finite, or the scale is below 1, they are looked at one by one.
     parts = [part for x in xs for part in parts_of(x)]
 
     def by_sums(parts: list[jax.Array], scale: jax.Array) -> jax.Array:
@@ -116,14 +112,12 @@ def _all_finite(xs: list[jax.typing.ArrayLike], scale: jax.Array) -> jax.Array:
 
 
 def _each_finite(parts: list[jax.Array], scale: jax.Array) -> jax.Array:
-    """One pass over what is divided; nothing of its size is stored.
-
-    A scale above 1 makes no quotient larger than what is divided, so that both are finite if this
-    product is. It has no factor that XLA could take together with one of the gradient's own: of
-    x * 64 * (1 / 64), or of x * 64 * 0, it only multiplies x by the product of the rest, and an
-    overflow of x * 64 is not seen. Nor is a maximum safe: XLA on CPU loses a NaN among 4,096
-    numbers and more.
-    """
+    """One pass over what is divided; nothing of its size is stored."""
+    # A scale above 1 makes no quotient larger than what is divided, so that both are finite if this
+    # product is. It has no factor that XLA could take together with one of the gradient's own: of x
+    # * 64 * (1 / 64), or of x * 64 * 0, it only multiplies x by the product of the rest, and an
+    # overflow of x * 64 is not seen. Nor is a maximum safe: XLA on CPU loses a NaN among 4,096
+    # numbers and more.
     finite = jnp.asarray(True)
     for part in parts:
         largest = part * jnp.maximum(1 / scale.astype(part.dtype), 1)

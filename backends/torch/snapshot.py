@@ -80,10 +80,8 @@ class Snapshot:
 
 
 def own_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return modules of classes that are not torch's: its layers keep nothing but tensors.
-
-    Its wrappers have attributes that go with what is not in Python, as DistributedDataParallel has.
-    """
+    """Return modules of classes that are not torch's: its layers keep nothing but tensors."""
+    # Its wrappers, as DistributedDataParallel, have attributes that go with what is not in Python.
     return [it for it in modules if not f"{type(it).__module__}.".startswith("torch.")]
 
 
@@ -309,10 +307,8 @@ def whole_model(objects: TrainingObjects) -> nn.Module | None:
 
 
 def named_tensors(objects: TrainingObjects) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a training by name, each once.
-
-    A parameter that only an optimizer has is called by its place in the optimizer's groups.
-    """
+    """Return the parameters and buffers of a training by name, each once."""
+    # A parameter that only an optimizer has is called by its place in the optimizer's groups.
     named: dict[int, tuple[str, torch.Tensor]] = {}
     for model in filter(None, [whole_model(objects)]):
         for name, t in (*model.named_parameters(), *model.named_buffers()):

@@ -99,13 +99,11 @@ def _torch_kernel(name: str, key: str) -> Any:  # torch's own class of kernels i
 
 
 def make_in_front(name: str) -> Function | None:
-    """Make the kernel of an op in front of torch.func's transforms; None if torch lacks the op.
-
-    vmap and grad take ops such as linear apart before autocast sees them, or after it, when it is
-    no longer known that the parts are of an op that has been cast. Under a policy, which may have
-    rules for the parts, the op is therefore cast as a whole first, here. Without one, the transform
-    does what it does under torch.autocast, bit for bit.
-    """
+    """Make the kernel of an op in front of torch.func's transforms; None if torch lacks the op."""
+    # vmap and grad take ops such as linear apart before autocast sees them, or after it, when it is
+    # no longer known that the parts are of an op that has been cast. Under a policy, which may have
+    # rules for the parts, the op is therefore cast as a whole first, here. Without one, the
+    # transform does what it does under torch.autocast, bit for bit.
     op = dispatcher.overload(name)
     if op is None:
         return None

@@ -147,11 +147,9 @@ def custom_bwd(bwd: Callable[..., Any] | None = None, *, device_type: str) -> Ca
 
 
 def cast_inside(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    """Cast the float tensors of a device in a value, at any depth of containers.
-
-    Lists, tuples and named tuples keep their type; a mapping becomes a dict, another iterable an
-    iterator. Strings, bytes and what numpy defines are left alone.
-    """
+    """Cast the float tensors of a device in a value, at any depth of containers."""
+    # Lists, tuples and named tuples keep their type; a mapping becomes a dict, another iterable an
+    # iterator. Strings, bytes and what numpy defines are left alone.
     match value:
         case torch.Tensor():
             return value.to(dtype) if eligible(value, device_type) else value

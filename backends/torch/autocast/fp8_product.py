@@ -216,15 +216,11 @@ def _turned(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled(a: InBits, b: InBits, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
-    """Multiply two quantised operands, and undo their scales.
-
-    GPUs take a row-major first operand and a column-major second one (pytorch #198126). Products
-    with scales by row return bfloat16; without fast accumulation their kernel is so slow that the
-    one for single scales runs, and the scales are undone behind it.
-
-    Source:
-        torchao 0.18, `torchao/float8/float8_ops.py`, `addmm_float8_unwrapped`.
-    """
+    """Multiply two quantised operands, and undo their scales."""
+    # GPUs take a row-major first operand and a column-major second one (pytorch #198126). Products
+    # with scales by row return bfloat16; without fast accumulation their kernel is so slow that the
+    # one for single scales runs, and the scales are undone behind it.
+    # Source: torchao 0.18, `torchao/float8/float8_ops.py`, `addmm_float8_unwrapped`.
     first = a.array.contiguous()
     second = b.array.t().contiguous().t()
     undo_a, undo_b = fp8.inverse(a.scale), fp8.inverse(b.scale)
@@ -257,11 +253,9 @@ _onednn: Any = torch.backends.mkldnn
 
 
 def _onednn_is_slow() -> bool:
-    """Return whether torch multiplies 8 bits by oneDNN on this CPU, as it does with AMX.
-
-    In torch 2.13 to 2.15 that takes 100 times as long as the float32 product that torch calls on
-    other CPUs, or without oneDNN.
-    """
+    """Return whether torch multiplies 8 bits by oneDNN on this CPU, as it does with AMX."""
+    # In torch 2.13 to 2.15 that takes 100 times as long as the float32 product that torch calls on
+    # other CPUs, or without oneDNN.
     return "amx_int8" in (processor()[1] or ())
 
 

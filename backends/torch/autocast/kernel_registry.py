@@ -105,10 +105,8 @@ def _put_in(library: torch.library.Library, device: str, name: str) -> bool:
 
 
 def put_everywhere(stack: ExitStack) -> None:
-    """Put our kernels on every op of the vocabulary, until a stack is closed.
-
-    At once on devices that are present or have a region, on others when they get one.
-    """
+    """Put our kernels on every op of the vocabulary, until a stack is closed."""
+    # At once on devices that are present or have a region, on others when they get one.
     record = object()
 
     def end() -> None:

@@ -123,14 +123,9 @@ _NO_LOW_ON_CPU = frozenset("avg_pool3d ctc_loss nanquantile polar quantile view_
 
 
 def has_low(overload: str, device: str, dtype: str) -> bool:
-    """Return False where torch has no kernel of the op for a low dtype on the device.
-
-    Linear algebra has none anywhere, Fourier transforms only in float16 on GPUs.
-
-    Source:
-        torch v2.13 aten/src/ATen/native/BatchLinearAlgebra.cpp; SpectralOps.cpp,
-        `promote_type_fft`.
-    """
+    """Return False where torch has no kernel of the op for a low dtype on the device."""
+    # Linear algebra has none anywhere, Fourier transforms only in float16 on GPUs. Source: torch
+    # v2.13 aten/src/ATen/native/BatchLinearAlgebra.cpp; SpectralOps.cpp, `promote_type_fft`.
     op = vocabulary().ops.get(vocabulary().of_aten(overload))
     if op is None or overload in _HAVE_LOW:
         return True

@@ -84,10 +84,8 @@ def drop_unknown() -> None:
 
 @dynamo.no_frame
 def keep(thread: Thread, device: str, dtype: torch.dtype, casting: bool, depth: int) -> bool:
-    """Give torch's map to this thread, so that it can keep casts there, if the map is free.
-
-    Casts to another dtype, or to an unknown one, are dropped.
-    """
+    """Give torch's map to this thread, so that it can keep casts there, if the map is free."""
+    # Casts to another dtype, or to an unknown one, are dropped.
     mine = thread.reference
     if owner.setdefault("thread", mine) is not mine and not _take_over(mine):
         return False
@@ -180,11 +178,8 @@ def _is_parameter(t: torch.Tensor) -> bool:
 
 
 def cast(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Cast a tensor to the low dtype for our kernels; a parameter's cast is kept.
-
-    Source:
-        When a cast may be kept: torch v2.13 aten/src/ATen/autocast_mode.cpp, `cached_cast`.
-    """
+    """Cast a tensor to the low dtype for our kernels; a parameter's cast is kept."""
+    # When it may be kept: torch v2.13 aten/src/ATen/autocast_mode.cpp, `cached_cast`.
     may_keep = (
         t.dtype is torch.float32
         and type(t) in (torch.Tensor, torch.nn.Parameter)  # a fake tensor has no address,

@@ -189,10 +189,8 @@ _policies = codes.policies
 
 @cache
 def ticket(region: Region) -> str:
-    """Return a name for the region, equal for equal ones; compiled graphs are guarded by it.
-
-    A number would not do: dynamo makes a symbol of a number that changes.
-    """
+    """Return a name for the region, equal for equal ones; compiled graphs are guarded by it."""
+    # A number would not do: dynamo makes a symbol of a number that changes.
     code_inside(region, NONE)  # from now on policies are read and written, if it has one
     name = next(_tickets)
     prepared[name] = region, region.device, region.enabled, DTYPES[region.dtype], region.cache
@@ -211,10 +209,8 @@ def in_force(device: str) -> Region:
 
 
 def low_dtype(device: str) -> str:
-    """Return the low dtype of the region of ours in force for the device; "" outside of any.
-
-    It is read from the stack: below autocast, torch reports every region as disabled.
-    """
+    """Return the low dtype of the region of ours in force for the device; "" outside of any."""
+    # It is read from the stack: below autocast, torch reports every region as disabled.
     opened = (frame[0] for frame in reversed(local.thread.frames))
     inner = next((region for region in opened if region.device == device), None)
     return inner.dtype if inner is not None and inner.enabled else ""
@@ -408,10 +404,8 @@ def keep_policies() -> None:
 
 
 def _carry(function: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a function so that each call of it runs under the policies in force here and now.
-
-    torch restores the rest of the state.
-    """
+    """Wrap a function so that each call of it runs under the policies in force here and now."""
+    # torch restores the rest of the state.
     code = code_in_force()
 
     @functools.wraps(function)

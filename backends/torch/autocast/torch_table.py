@@ -52,21 +52,17 @@ def policy(device: str) -> Policy:
 
 @cache
 def kernels(device: str) -> frozenset[str]:
-    """Return the ops that have a kernel of torch's own on the device's autocast key.
-
-    Read before polymp registers a kernel of its own on that device's key. Without the overloads
-    that take named dimensions, until torch 2.12: no policy has rules for them.
-    """
+    """Return the ops that have a kernel of torch's own on the device's autocast key."""
+    # Read before polymp registers a kernel of its own on that device's key. Without the overloads
+    # that take named dimensions, until torch 2.12: no policy has rules for them.
     key = dispatcher.autocast_key(device)
     found = frozenset() if key is None else dispatcher.registered(key)
     return frozenset(op for op in found if not dispatcher.takes_names(op))
 
 
 def table(policy: Policy, dtype: str, device: str = "") -> Mapping[str, Row]:
-    """Return the overloads of this torch that have a row in regions of a dtype, with the rows.
-
-    An fp32 row of the device's own table stands in where the device has no low kernel of an op.
-    """
+    """Return the overloads of this torch that have a row in regions of a dtype, with the rows."""
+    # An fp32 row of the device's own table stands in where the device has no low kernel of an op.
     return _table(policy, dtype, device, len(vocabulary().registered))
 
 
@@ -102,11 +98,9 @@ def _table(policy: Policy, dtype: str, device: str, registered: int) -> Mapping[
 
 
 def row(device: str, op: str, dtype: str) -> Row | None:
-    """Return the row of an op in torch's table; None if torch has no kernel or the table no row.
-
-    A registered op has no kernel of torch's; its row is the rule it was registered with. An op that
-    this build of torch leaves out is never called, and has the row that other builds give it.
-    """
+    """Return the row of an op in torch's table; None if torch has no kernel or the table no row."""
+    # A registered op has no kernel of torch's; its row is the rule it was registered with. An op
+    # that this build of torch leaves out is never called, and has the row of other builds.
     if op in kernels(device) or "::" in op or not BUILDS.get(op, True):
         return table(policy(device), dtype).get(op)
     return None

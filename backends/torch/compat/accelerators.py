@@ -15,10 +15,8 @@ def accelerator() -> str:
 
 
 def private_dtypes(device: str) -> list[torch.dtype] | None:
-    """Return the low dtypes of a device that an extension registered as PrivateUse1; else None.
-
-    Raises where the extension has not registered its module, or not all of it.
-    """
+    """Return the low dtypes of a device that an extension registered as PrivateUse1; else None."""
+    # Raises where the extension has not registered its module, or not all of it.
     if device != torch._C._get_privateuse1_backend_name():
         return None
     if not hasattr(getattr(torch, device, None), "get_amp_supported_dtype"):

@@ -17,10 +17,8 @@ FUNC_FRONT = "FuncTorchDynamicLayerFrontMode"
 
 
 def autocast_key(device: str) -> str | None:
-    """Return the name of the dispatch key that autocast uses on a device type.
-
-    None where Python cannot name it, as for XLA: nothing can be registered there from Python.
-    """
+    """Return the name of the dispatch key that autocast uses on a device type."""
+    # None where Python cannot name it, as for XLA: nothing can be registered there from Python.
     private = device == torch._C._get_privateuse1_backend_name()
     key = "AutocastPrivateUse1" if private else f"Autocast{device.upper()}"
     return key if hasattr(torch._C.DispatchKey, key) else None
@@ -92,11 +90,9 @@ def tensors_of(op: torch._ops.OpOverload) -> tuple[int, ...]:
 
 
 def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Make a function that calls an op, with a Python number for a Tensor of the schema, too.
-
-    The dispatcher passes such numbers to a Python kernel as they were written: `x % 4` as (x, 4).
-    Most overloads refuse them; the packet finds the overload that takes a number.
-    """
+    """Make a function that calls an op, with a Python number for a Tensor of the schema, too."""
+    # The dispatcher passes such numbers to a Python kernel as they were written: `x % 4` as (x, 4).
+    # Most overloads refuse them; the packet finds the overload that takes a number.
     tensors = tensors_of(op)
     packet, entry = op.overloadpacket, op._op  # without the Python of OpOverload.__call__
     if tensors in ((), (0,)):
@@ -112,12 +108,10 @@ def calling(op: torch._ops.OpOverload) -> Callable[..., Any]:
 
 
 def passing_on(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
-    """Make a function of (keys, args, kwargs) that calls an op as if `key` had no kernel.
-
-    `OpOverload.redispatch` refuses a Python number where the schema says Tensor; then the op is
-    called again, with the key excluded. `_handle.redispatch_boxed` is all that `redispatch` calls;
-    a frame of Python less is a tenth of what a small op in place takes.
-    """
+    """Make a function of (keys, args, kwargs) that calls an op as if `key` had no kernel."""
+    # `OpOverload.redispatch` refuses a Python number where the schema says Tensor; then the op is
+    # called again, with the key excluded. `_handle.redispatch_boxed` is all that `redispatch`
+    # calls; a frame of Python less is a tenth of what a small op in place takes.
     after, excluded = below(key), keyset(key)
     tensors = tensors_of(op)
     again, redispatch = calling(op), op._handle.redispatch_boxed
@@ -148,22 +142,18 @@ _CALLERS = frozenset(
 
 @functools.cache
 def parts_of(op: torch._ops.OpOverload, device: str) -> Callable[..., Any] | None:
-    """Return what runs the ops that one such as `linear` is made of; None of one with a kernel.
-
-    `OpOverload.decompose` takes torch's Python functions, which for `gru` round otherwise.
-    """
+    """Return what runs the ops that one such as `linear` is made of; None of one with a kernel."""
+    # `OpOverload.decompose` takes torch's Python functions, which for `gru` round otherwise.
     key = torch._C.DispatchKey.CompositeImplicitAutograd
     whole = not has_kernel(op.name(), key.name) or has_kernel(op.name(), device.upper())
     return None if whole else functools.partial(op._op_dk, key)
 
 
 def in_region(op: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Any:
-    """Run an op that a dispatch mode was given, with autocast as it was where it was called.
-
-    Below the keys of modes torch has autocast off, so that ops which a kernel calls in turn, as
-    that of `linalg_pinv` does, would not be cast. Only the snapshot of torch has how it was; it is
-    of the outermost call: of the user's, also inside of an autocast kernel. In torch 2.13 and 2.15.
-    """
+    """Run an op that a dispatch mode was given, with autocast as it was where it was called."""
+    # Below the keys of modes torch has autocast off, so that ops which a kernel calls in turn, as
+    # that of `linalg_pinv` does, would not be cast. Only the snapshot of torch has how it was; it
+    # is of the outermost call: the user's, also inside an autocast kernel. In torch 2.13 and 2.15.
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if not enabled:
@@ -191,10 +181,8 @@ def destroy(library: torch.library.Library) -> None:
 
 
 def put(library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str) -> None:
-    """Register a kernel that takes the keyset first, in place of any other on the key.
-
-    torch warns once when a kernel is replaced; here that is intended.
-    """
+    """Register a kernel that takes the keyset first, in place of any other on the key."""
+    # torch warns once when a kernel is replaced; here that is intended.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
@@ -216,12 +204,10 @@ def all_ops() -> list[torch._ops.OpOverload]:
 
 
 def called_at(op: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
-    """Return an op's kernel on a dispatch key, as a function of the op's arguments.
-
-    `op.decompose` would look for a decomposition in Python first, and some of these call other ops
-    than the compiled kernel: upsampling without the op that has a row. `get_kernel` has no alias
-    keys.
-    """
+    """Return an op's kernel on a dispatch key, as a function of the op's arguments."""
+    # `op.decompose` would look for a decomposition in Python first, and some of these call other
+    # ops than the compiled kernel: upsampling without the op that has a row. `get_kernel` has no
+    # alias keys.
     return functools.partial(op._op_dk, getattr(torch._C.DispatchKey, key))
 
 
@@ -266,11 +252,9 @@ def _written_places(op: torch._ops.OpOverload) -> list[tuple[int, str]]:
 
 
 def carry_into_recomputation(carry: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Have torch.utils.checkpoint recompute `carry(function)` in place of `function`.
-
-    `carry` is called in the forward pass, in every checkpoint of both kinds. A `context_fn`, the
-    documented way, has to be given in each call of `checkpoint`, and works for one kind only.
-    """
+    """Have torch.utils.checkpoint recompute `carry(function)` in place of `function`."""
+    # `carry` is called in the forward pass, in every checkpoint of both kinds. A `context_fn`, the
+    # documented way, has to be given in each call of `checkpoint`, and works for one kind only.
     from torch.utils import checkpoint
 
     function: Any = checkpoint.CheckpointFunction
@@ -304,19 +288,15 @@ def leaves(roots: Iterable[Any], dtype: torch.dtype) -> dict[torch.Tensor, bool]
 
 
 def latest_node() -> int:
-    """Return the number of the autograd node that was made last in this thread.
-
-    Below autograd, where an op with gradients runs, it is the op's own node, for that is made
-    before the op runs; torch.fx.traceback goes by it, too.
-    """
+    """Return the number of the autograd node that was made last in this thread."""
+    # Below autograd, where an op with gradients runs, it is the op's own node, for that is made
+    # before the op runs; torch.fx.traceback goes by it, too.
     return int(torch._C._autograd._get_sequence_nr()) - 1
 
 
 def backward_node() -> int | None:
-    """Return the number of the node whose backward runs here; None outside of a backward pass.
-
-    Nodes that accumulate into leaves have no number of their own; for them it is -1.
-    """
+    """Return the number of the node whose backward runs here; None outside of a backward pass."""
+    # Nodes that accumulate into leaves have no number of their own; for them it is -1.
     if torch._C._current_graph_task_id() < 0:
         return None
     node: Any = torch._C._current_autograd_node()
@@ -331,12 +311,10 @@ def backward_task() -> int | None:
 
 
 def saved_tensors_shown(stack: ExitStack, see: Callable[[torch.Tensor], None]) -> None:
-    """Call a function with every tensor saved for backward in this thread until a stack is closed.
-
-    torch.func's transforms refuse to run under hooks on saved tensors, which they find out by the
-    documented `torch.autograd.graph.disable_saved_tensors_hooks`. That function is replaced for the
-    time by one that first takes these hooks off, so that transforms run as without them.
-    """
+    """Call a function with each tensor saved for backward in this thread, until a stack closes."""
+    # torch.func's transforms refuse to run under hooks on saved tensors, which they find out by the
+    # documented `torch.autograd.graph.disable_saved_tensors_hooks`. That function is replaced for
+    # the time by one that first takes these hooks off, so that transforms run as without them.
 
     def pack(t: torch.Tensor) -> torch.Tensor:
         see(t)

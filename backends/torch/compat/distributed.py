@@ -16,19 +16,15 @@ def talks(op: torch._ops.OpOverload) -> bool:
 
 @cache  # asked of every op that runs
 def receives(op: torch._ops.OpOverload) -> bool:
-    """Return whether other ranks write an op's results: they are not there when it returns.
-
-    FSDP2 makes the room for an all-gather with an op of its own, `fsdp::all_gather_copy_in`, whose
-    results hold what was in that memory before.
-    """
+    """Return whether other ranks write an op's results: they are not there when it returns."""
+    # FSDP2 makes the room for an all-gather with an op of its own, `fsdp::all_gather_copy_in`,
+    # whose results hold what was in that memory before.
     return talks(op) or op.name().startswith("fsdp::all_gather_copy_in")
 
 
 def will_talk(module: nn.Module) -> bool:
-    """Return whether a call of a module, or its backward pass, is sure to talk to other ranks.
-
-    FSDP's classes are public; `require_backward_grad_sync` of DDP is what its `no_sync` sets.
-    """
+    """Return whether a call of a module, or its backward pass, is sure to talk to other ranks."""
+    # FSDP's classes are public; `require_backward_grad_sync` of DDP is what its `no_sync` sets.
     if isinstance(module, nn.parallel.DistributedDataParallel):
         return torch.is_grad_enabled() and bool(module.require_backward_grad_sync)
     fsdp = sys.modules.get("torch.distributed.fsdp")  # before it is imported, no module is one
@@ -42,10 +38,8 @@ def default_store() -> Any:
 
 
 def speaking(group: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor, or a copy of it on a device that the process group can exchange.
-
-    A group is for the devices in `get_backend_config`, such as "cpu:gloo,cuda:nccl".
-    """
+    """Return the tensor, or a copy of it on a device that the process group can exchange."""
+    # A group is for the devices in `get_backend_config`, such as "cpu:gloo,cuda:nccl".
     parts = torch.distributed.get_backend_config(group).split(",")
     kinds = [part.split(":")[0] for part in parts if ":" in part]
     if not kinds or tensor.device.type in kinds:
@@ -59,10 +53,8 @@ def in_fsdp1(tensor: torch.Tensor) -> bool:
 
 
 def settle_dtypes(module: Any) -> None:
-    """Tell an FSDP2 module the dtypes of parameters that were all frozen in its first forward.
-
-    FSDP asks once, and does not cast the gradients of what is unfrozen later.
-    """
+    """Tell an FSDP2 module the dtypes of parameters that were all frozen in its first forward."""
+    # FSDP asks once, and does not cast the gradients of what is unfrozen later.
     state = module._get_fsdp_state()
     for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
         if group is not None and group._orig_dtype is None:
@@ -92,11 +84,9 @@ def local(tensor: Any) -> torch.Tensor:
 
 
 def added_up(tensor: Any) -> Any:
-    """Return a DTensor of which every rank holds the sum, where ranks hold terms of it.
-
-    So it is for some gradients of replicated DTensors, on every rank of the mesh alike. Talks to
-    the ranks then; other tensors are returned as they are.
-    """
+    """Return a DTensor of which every rank holds the sum, where ranks hold terms of it."""
+    # So it is for some gradients of replicated DTensors, on every rank of the mesh alike. Talks to
+    # the ranks then; other tensors are returned as they are.
     if not _is_dtensor(tensor) or not any(p.is_partial() for p in tensor.placements):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -106,10 +96,8 @@ def added_up(tensor: Any) -> Any:
 
 
 def meshes(tensors: list[torch.Tensor]) -> list[Any]:
-    """Return the meshes of DTensors that this process is in, each once, in the order of first use.
-
-    Equal meshes count as one: they have the same process groups.
-    """
+    """Return the meshes of DTensors that this process is in, each once, in order of first use."""
+    # Equal meshes count as one: they have the same process groups.
     kind = _dtensor()
     if kind is None or not any(issubclass(t, kind) for t in set(map(type, tensors))):
         return []

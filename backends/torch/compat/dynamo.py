@@ -14,12 +14,10 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def no_frame(fn: F, *, inside: bool = False) -> F:
-    """Keep torch.compile from compiling `fn` by itself; inlining it into a caller still works.
-
-    A region's entry has no tensor in it, so a frame compiled for it alone would be an empty graph
-    and the region would silently be lost. `torch.compiler.disable` would forbid inlining as well,
-    and `torch._dynamo.eval_frame.skip_code` imports all of dynamo.
-    """
+    """Keep torch.compile from compiling `fn` by itself; inlining it into a caller still works."""
+    # A region's entry has no tensor in it, so a frame compiled for it alone would be an empty graph
+    # and the region would silently be lost. `torch.compiler.disable` would forbid inlining as well,
+    # and `torch._dynamo.eval_frame.skip_code` imports all of dynamo.
     assert isinstance(fn, FunctionType)
     frame = _dynamo.eval_frame
     called = frame._FrameAction.SKIP if inside else frame._FrameAction.DEFAULT
@@ -34,11 +32,9 @@ def plain_name(name: str) -> str:
 
 
 def untraced(reason: str) -> Callable[[F], F]:
-    """Have torch.compile break the graph at calls of a function, and skip those that it calls.
-
-    `torch.compiler.disable` sets the same marks, but imports all of dynamo. The error under
-    fullgraph shows the reason.
-    """
+    """Have torch.compile break the graph at calls of a function, and skip those that it calls."""
+    # `torch.compiler.disable` sets the same marks, but imports all of dynamo. The error under
+    # fullgraph shows the reason.
 
     def mark(fn: F) -> F:
         no_frame(fn, inside=True)
@@ -50,20 +46,16 @@ def untraced(reason: str) -> Callable[[F], F]:
 
 
 def at_trace_time(fn: F) -> F:
-    """Have torch.compile run `fn` while it traces, and treat the result as a constant.
-
-    `torch.compiler.assume_constant_result` sets the same mark, but imports all of dynamo.
-    """
+    """Have torch.compile run `fn` while it traces, and treat the result as a constant."""
+    # `torch.compiler.assume_constant_result` sets the same mark, but imports all of dynamo.
     fn._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fn
 
 
 def in_graph(fn: Callable[..., Any]) -> None:
-    """Have torch.compile write calls of `fn` into its graphs, as they are.
-
-    `torch.compiler.allow_in_graph` does so, too, but where a backend then refuses the graph, dynamo
-    raises in place of breaking it.
-    """
+    """Have torch.compile write calls of `fn` into its graphs, as they are."""
+    # `torch.compiler.allow_in_graph` does so, too, but where a backend then refuses the graph,
+    # dynamo raises in place of breaking it.
     from torch._dynamo import trace_rules, variables
 
     trace_rules.get_torch_obj_rule_map()[fn] = variables.TorchInGraphFunctionVariable
@@ -73,12 +65,10 @@ _rules: ContextVar[str] = ContextVar("rules", default="")  # as torch keeps its 
 
 
 def compile_by(rules: str) -> None:
-    """Have what this thread compiles keep our rules, and torch's caches on disk tell them apart.
-
-    torch traces a backward pass in the region around its forward pass, which would cast again what
-    a policy keeps wide. It finds graphs of other processes by the autocast state, in which a policy
-    is a code that holds for one process. What the user has set stays.
-    """
+    """Have what this thread compiles keep our rules, and torch's caches on disk tell them apart."""
+    # torch traces a backward pass in the region around its forward pass, which would cast again
+    # what a policy keeps wide. It finds graphs of other processes by the autocast state, in which a
+    # policy is a code that holds for one process. What the user has set stays.
     import torch.compiler.config as caches
 
     before = _rules.get()
@@ -96,11 +86,9 @@ no_frame(compile_by, inside=True)
 
 
 def after_tracing(undo: Callable[[], object]) -> None:
-    """If dynamo is tracing in this thread, have it call `undo` when it is done or has given up.
-
-    Dynamo's own handlers of the autocast setters do the same, but in torch 2.13 they fail in the
-    bodies of higher-order ops (autograd functions, checkpoint).
-    """
+    """If dynamo is tracing in this thread, have it call `undo` when it is done or has given up."""
+    # Dynamo's own handlers of the autocast setters do the same, but in torch 2.13 they fail in the
+    # bodies of higher-order ops (autograd functions, checkpoint).
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     translator = getattr(convert and convert.tls, "current_tx", None)
     if translator is not None:
@@ -108,11 +96,9 @@ def after_tracing(undo: Callable[[], object]) -> None:
 
 
 def stays(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark a tensor as one whose address compiled code may rely on.
-
-    `torch._dynamo.mark_static_address(tensor, guard=True)` does the same, but imports dynamo. CUDA
-    graphs of `mode="reduce-overhead"` write to no other inputs.
-    """
+    """Mark a tensor as one whose address compiled code may rely on."""
+    # `torch._dynamo.mark_static_address(tensor, guard=True)` does the same, but imports dynamo.
+    # CUDA graphs of `mode="reduce-overhead"` write to no other inputs.
     tensor._dynamo_static_input_type = "guarded"  # type: ignore[attr-defined]
     return tensor
 
@@ -121,11 +107,9 @@ def stays(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def export_modes() -> list[Any]:
-    """Return the function modes with which torch.export traces, non-strictly; [] at other times.
-
-    Export notes entering and leaving a region through them: torch's own autocast class calls
-    `mode.__torch_function__(torch.amp._enter_autocast, (), state)`.
-    """
+    """Return the function modes with which torch.export traces, non-strictly; [] at other times."""
+    # Export notes entering and leaving a region through them: torch's own autocast class calls
+    # `mode.__torch_function__(torch.amp._enter_autocast, (), state)`.
     from torch.fx.experimental.proxy_tensor import PreDispatchTorchFunctionMode
 
     modes = torch.overrides._get_current_function_mode_stack()
@@ -147,10 +131,8 @@ def proxy_mode() -> Any:
 
 
 def decompositions(mode: Any) -> dict[Any, Callable[..., Any]]:
-    """Return the table, by op, that a recording mode asks first; inner graphs inherit it.
-
-    Since torch 2.13 the mode has it, before that its module, in 2.12 as a context variable.
-    """
+    """Return the table, by op, that a recording mode asks first; inner graphs inherit it."""
+    # Since torch 2.13 the mode has it, before that its module, in 2.12 as a context variable.
     from torch.fx.experimental import proxy_tensor
 
     table = getattr(mode, "decomposition_table", None)

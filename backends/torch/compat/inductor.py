@@ -44,12 +44,10 @@ OPTIONS: dict[str, Any] = {"post_grad_custom_post_pass": ScalarsFirst()}
 
 @contextmanager
 def graphs_watched(tell: Callable[[Sequence[Any]], Callable[[Any], None]]) -> Iterator[None]:
-    """Call a function with the inputs of each compiled graph, and what it returns with the results.
-
-    The first call is before the graph runs, which may write to its inputs and empty their list. A
-    graph's own results come first; then, of a forward pass, what its backward pass needs. No mode
-    and no hook sees any of them.
-    """
+    """Call a function with the inputs of each compiled graph, then with the results."""
+    # It is called before the graph runs, which may write to its inputs and empty their list; what
+    # it returns is called after it. A graph's own results come first; then, of a forward pass, what
+    # its backward pass needs. No mode and no hook sees any of them.
     from torch._inductor.output_code import CompiledFxGraph
 
     graphs: Any = CompiledFxGraph

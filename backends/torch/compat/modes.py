@@ -37,11 +37,9 @@ class OpMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that torch leaves `__torch_dispatch__` as it is.
-
-        torch would wrap it in `torch._disable_dynamo`, which takes 7 us more at each op than
-        `no_frame` and does the same.
-        """
+        """Return False, so that torch leaves `__torch_dispatch__` as it is."""
+        # torch would wrap it in `torch._disable_dynamo`, which takes 7 us more at each op than
+        # `no_frame` and does the same.
         return False
 
     @partial(no_frame, inside=True)
@@ -54,12 +52,10 @@ class OpMode(TorchDispatchMode):
 
 
 def is_recorded() -> bool:
-    """Return whether a mode sees the ops, torch.func transforms them, or they have tangents.
-
-    Ops may then be written into a program, where a number computed earlier would be a constant, or
-    be differentiated in ways that a node of ours has no rule for. Modes of ours that only look on
-    do not count.
-    """
+    """Return whether a mode sees the ops, torch.func transforms them, or they have tangents."""
+    # Ops may then be written into a program, where a number computed earlier would be a constant,
+    # or be differentiated in ways that a node of ours has no rule for. Modes of ours that only look
+    # on do not count.
     if depth := torch._C._len_torch_dispatch_stack():
         modes = map(torch._C._get_dispatch_stack_at, range(depth))
         if any(not getattr(mode, "looks_on", False) for mode in modes):
@@ -96,12 +92,10 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def unwrapped_first(types: Sequence[type]) -> bool:
-    """Return whether a mode has to let the classes of an op's arguments run the op first.
-
-    So it is for DTensor and all classes that hold other tensors, which have `__tensor_flatten__`:
-    they have no memory of their own, and a mode that runs their ops does not see the ops on the
-    tensors inside.
-    """
+    """Return whether a mode has to let the classes of an op's arguments run the op first."""
+    # So it is for DTensor and all classes that hold other tensors, which have `__tensor_flatten__`:
+    # they have no memory of their own, and a mode that runs their ops does not see the ops on the
+    # tensors inside.
     return bool(types) and any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
@@ -116,20 +110,16 @@ def has_tangents() -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether a transform of torch.func is at work, or forward-mode differentiation.
-
-    A kernel on the autocast key cannot call an autograd.Function in the first, for torch finds no
-    kernel of `custom_function_call`; in the second, it would need a rule of its own.
-    """
+    """Return whether a transform of torch.func is at work, or forward-mode differentiation."""
+    # A kernel on the autocast key cannot call an autograd.Function in the first, for torch finds no
+    # kernel of `custom_function_call`; in the second, it would need a rule of its own.
     return torch._C._functorch.peek_interpreter_stack() is not None or has_tangents()
 
 
 def matched_tangent(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a float tensor whose tangent, in a jvp of torch.func, has its dtype, too.
-
-    Derivatives of ops with mixed inputs leave a float32 tangent on a low tensor, which a cast to
-    the tensor's own dtype would not touch.
-    """
+    """Return a float tensor whose tangent, in a jvp of torch.func, has its dtype, too."""
+    # Derivatives of ops with mixed inputs leave a float32 tangent on a low tensor, which a cast to
+    # the tensor's own dtype would not touch.
     functorch = torch._C._functorch
     kinds = [transform.key() for transform in functorch.get_interpreter_stack() or ()]
     if functorch.TransformType.Jvp not in kinds or not tensor.is_floating_point():
@@ -145,10 +135,8 @@ _COMPRESSED = frozenset({torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, t
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number for the memory of a tensor, the same for all views of it; 0 without memory.
-
-    Unique among the storages that are alive, or kept by `storage_reference`.
-    """
+    """Return a number for the memory of a tensor, the same for all its views; 0 without memory."""
+    # Unique among the storages that are alive, or kept by `storage_reference`.
     try:
         return int(tensor.untyped_storage()._cdata)
     # Sparse tensors, those that wrap others, and lazy parameters that no call has made.
@@ -196,12 +184,10 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def flops(op: torch._ops.OpOverload, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the FLOPs of a product, convolution or attention kernel; 0 for any other op.
-
-    Others than these by torch.utils.flop_counter's formulas, which take 70 us for a product, count
-    too many in convolutions with groups, lack the attention kernel of CPUs, and before torch 2.13
-    raise where queries share keys.
-    """
+    """Return the FLOPs of a product, convolution or attention kernel; 0 for any other op."""
+    # Others than these by torch.utils.flop_counter's formulas, which take 70 us for a product,
+    # count too many in convolutions with groups, lack the attention kernel of CPUs, and before
+    # torch 2.13 raise where queries share keys.
     if (first := _PRODUCTS.get(op.overloadpacket)) is not None:
         return 2 * int(result.numel()) * int(args[first].shape[-1])
     if op is torch.ops.aten.convolution.default:
@@ -236,11 +222,9 @@ _PRODUCTS = {
 
 
 def _attention(inputs: Sequence[torch.Tensor], products: tuple[int, int]) -> int:
-    """Count two FLOPs for each product of a number of a query, or of a value, with a key.
-
-    Forward computes the scores and the result; backward the scores again, and then the gradients
-    of scores, values, queries and keys.
-    """
+    """Count two FLOPs for each product of a number of a query, or of a value, with a key."""
+    # Forward computes the scores and the result; backward the scores again, and then the gradients
+    # of scores, values, queries and keys.
     query, key, value = inputs
     width = products[0] * query.shape[3] + products[1] * value.shape[3]
     return 2 * query.shape[:3].numel() * key.shape[2] * width

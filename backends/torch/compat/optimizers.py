@@ -61,11 +61,9 @@ def _lists_of(kind: type[torch.optim.Optimizer]) -> int | None:
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:
-    """While dynamo traces, make the state that an optimizer of torch's makes in its first step.
-
-    Dynamo runs `_init_group` while it traces it, so that the state exists after this call. Each
-    class has arguments of its own: a group, and lists to fill.
-    """
+    """While dynamo traces, make the state that an optimizer of torch's makes in its first step."""
+    # Dynamo runs `_init_group` while it traces it, so that the state exists after this call. Each
+    # class has arguments of its own: a group, and lists to fill.
     lists = _lists_of(type(optimizer))
     assert lists is not None
     for group in optimizer.param_groups:
@@ -76,12 +74,10 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def traced_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-    """Call `optimizer.step(*args, **kwargs)`, which fits a graph, without a graph break.
-
-    torch's optimizers break the graph around their step, so that inductor sees that no gradient is
-    wanted (see a note in torch/optim/optimizer.py). Here the function inside their two wrappers is
-    called instead.
-    """
+    """Call `optimizer.step(*args, **kwargs)`, which fits a graph, without a graph break."""
+    # torch's optimizers break the graph around their step, so that inductor sees that no gradient
+    # is wanted (see a note in torch/optim/optimizer.py). Here the function inside their two
+    # wrappers is called instead.
     step: Any = type(optimizer).step
     for hook in (
         *_global_optimizer_pre_hooks.values(),
@@ -100,11 +96,9 @@ def traced_step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> 
 
 
 def step_without_hooks(kind: type[torch.optim.Optimizer]) -> Any:
-    """Return the step of a class as a function that runs no step hooks.
-
-    The first optimizer of a class puts `Optimizer.profile_hook_step` around the class's step, which
-    has a mark `hooked`.
-    """
+    """Return the step of a class as a function that runs no step hooks."""
+    # The first optimizer of a class puts `Optimizer.profile_hook_step` around the class's step,
+    # which has a mark `hooked`.
     step: Any = kind.step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 

@@ -106,10 +106,8 @@ def catch(
 
 
 def losses(result: object) -> dict[int, torch.Tensor]:
-    """Return the floats with one element among a step's results, each as a tensor [].
-
-    Python's floats if no tensor is one: beside a loss they may be a time, or the best loss so far.
-    """
+    """Return the floats with one element among a step's results, each as a tensor []."""
+    # Python's floats if no tensor is one: beside a loss they may be a time, or the best one so far.
     leaves = tree_leaves(result)
     found = {
         at: distributed.local(leaf.detach()).reshape(())
@@ -177,10 +175,8 @@ class StateCopy(TrainingState):
         return found
 
     def kept(self, tree: tuple[Any, Any], shared: bool = True) -> tuple[Any, Any]:
-        """Return a call's arguments, with copies of the batch, into which others may write.
-
-        If `shared`, a tensor or a numpy array that is given again as it was has one copy.
-        """
+        """Return a call's arguments, with copies of the batch, into which others may write."""
+        # If `shared`, a tensor or a numpy array that is given again as it was has one copy.
         leaves, structure = tree_flatten(tree)
         for at, leaf in enumerate(leaves):
             if isinstance(leaf, np.ndarray):
@@ -260,10 +256,8 @@ class Catch(CaughtStep[P, R]):
     def _run(
         self, copy: StateCopy, args: Any, kwargs: Any, check: Callable[[Named], object]
     ) -> tuple[R, list[torch.optim.Optimizer]]:
-        """Do the step; return its results, and the optimizers that stepped in it.
-
-        `check` is given their gradients before they step; of a step without one, all at its end.
-        """
+        """Do the step; return its results, and the optimizers that stepped in it."""
+        # `check` is given their gradients before they step; of a step without one, all at its end.
         steps: list[torch.optim.Optimizer] = []
 
         def look(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -381,10 +381,8 @@ class Probes:
             self.lose(results, 1)
 
     def after(self, ran: Ran, result: object) -> torch.Tensor | None:
-        """Run an op in all probes, and move its results.
-
-        Returns the norm of how far the first may be from the exact one; None if it is exact.
-        """
+        """Run an op in all probes, and move its results."""
+        # Returns the norm of how far the first may be from the exact one; None if it is exact.
         if not self.count:
             return None
         given, whole = (ran.args, ran.kwargs), tensors(result)
@@ -444,11 +442,9 @@ class Probes:
         return norm
 
     def _run(self, ran: Ran, narrow: str, times: int = 1) -> list[list[torch.Tensor]]:
-        """Run an op in each probe; return the tensors in its results.
-
-        Float32 operands are moved by their rounding to the format `narrow`, if it has one; all of
-        them are so many times as far from the run's own.
-        """
+        """Run an op in each probe; return the tensors in its results."""
+        # Float32 operands are moved by their rounding to the format `narrow`, if it has one; all of
+        # them are so many times as far from the run's own.
         runs, before = [], self._random
         generator = None if before is None else _generator(ran)
         state = None if generator is None else generator.get_state()
@@ -527,12 +523,10 @@ def _generator(ran: Ran) -> torch.Generator:
 def move(
     rows: Sequence[torch.Tensor], t: torch.Tensor, by: torch.Tensor, op: int, seed: int = 0
 ) -> None:
-    """Move a result in some runs, the rows, by shares of its rounding `by`, which is changed, too.
-
-    A share is a byte or more of a hash of the number, the op and the seed. So equal numbers in one
-    result go the same way, as they round the same way, and so do neighbours, where a function is
-    off by the same; opposite numbers go opposite ways.
-    """
+    """Move a result in some runs, the rows, by shares of its rounding `by`, which is changed."""
+    # A share is a byte or more of a hash of the number, the op and the seed. So equal numbers in
+    # one result go the same way, as they round the same way, and so do neighbours, where a function
+    # is off by the same; opposite numbers go opposite ways.
     values = t.to(by.dtype)
     # An Inf, such as that of a mask, is not moved: Inf - Inf would be NaN. No number becomes one.
     room = values.abs().neg_().add_(torch.finfo(t.dtype).max)
@@ -580,10 +574,8 @@ def is_exact(ran: Ran) -> bool:
 
 
 def rounds_operands(ran: Ran, result: object) -> str:
-    """Return the format to which a product may round its float32 operands; "" if it keeps them.
-
-    GPUs do so where torch's settings allow it, which they do by default for convolutions.
-    """
+    """Return the format to which a product may round its float32 operands; "" if it keeps them."""
+    # GPUs do so where torch's settings allow it, which they do by default for convolutions.
     found = float_tensors(result)
     if not found or found[0].device.type != "cuda" or found[0].dtype is not torch.float32:
         return ""
@@ -629,10 +621,8 @@ def _parts(ran: Ran, result: object, t: torch.Tensor) -> _Parts:
 def result_movement(
     ran: Ran, result: object, t: torch.Tensor, within: torch.dtype = torch.float64
 ) -> torch.Tensor | None:
-    """Return how far one result of an op may be from the exact one, for each (complex) number.
-
-    None if it is exact. `within` is the dtype that this is computed in.
-    """
+    """Return how far each (complex) number of a result may be off; None if it is exact."""
+    # `within` is the dtype that this is computed in.
     by = _movement(ran, result, t, within)
     arithmetic = ran.casts or rounding.is_arithmetic(_op(ran.func)[0])
     if by is None or t.is_complex() or t.itemsize == 1 or not arithmetic:
@@ -696,11 +686,9 @@ def stored_movement(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
 
 
 def movement_shares(ran: Ran, result: object, t: torch.Tensor) -> tuple[float, float]:
-    """Return about the norm of `result_movement`, but for the terms of a sum: see `terms_of`.
-
-    It is a share of the result's norm, and one of what that were if all were its largest magnitude.
-    What becomes of operands that are rounded is in it.
-    """
+    """Return about the norm of `result_movement`, but for the terms of a sum: see `terms_of`."""
+    # It is a share of the result's norm, and one of what that were if all were its largest
+    # magnitude. What becomes of operands that are rounded is in it.
     parts = _parts(ran, result, t)
     operands, own = rounding.of_operands(rounds_operands(ran, result)), parts.own + parts.summed
     mixes = parts.mixes and parts.terms > 1 and not parts.adds
@@ -708,11 +696,9 @@ def movement_shares(ran: Ran, result: object, t: torch.Tensor) -> tuple[float, f
 
 
 def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
-    """Yield each result of an op that is a sum, the norm of its terms, and how far a sum is off.
-
-    That is a share of the norm, which is larger than the result's where the terms cancel. The
-    square of a sum of independent terms is, in the mean, the sum of their squares.
-    """
+    """Yield each result of an op that is a sum, the norm of its terms, and how far a sum is off."""
+    # That is a share of the norm, which is larger than the result's where the terms cancel. The
+    # square of a sum of independent terms is, in the mean, the sum of their squares.
     name, given = ran.func.overloadpacket.__name__, ran.reads
     sums: list[tuple[Any, list[torch.Tensor]]] = []
     if name in _WEIGHTS and result[1].numel() and has_values(result[0]):  # it subtracts means

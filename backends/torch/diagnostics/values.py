@@ -653,10 +653,8 @@ class Values(Subscriber):
 
 
 def _wide(ran: Ran, results: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return an op's first result in float32, on the same inputs; of a cast, its input.
-
-    None for an op that writes into what it reads, draws random numbers or has no float32 form.
-    """
+    """Return an op's first result in float32, on the same inputs; of a cast, its input."""
+    # None for an op that writes into what it reads, draws random numbers or has no float32 form.
     if ran.casts:
         return ran.reads[0]
     if ran.facts.draws or not dispatcher.repeatable(ran.func):

@@ -187,11 +187,9 @@ def _scoped(models: Sequence[nn.Module], policy: Policy) -> Scoping:
 
 @dynamo.no_frame
 def enter(code: Code) -> None:
-    """Put a module's policy in force in this thread, whatever the device.
-
-    It holds in every enabled region, the one around and those entered inside that have no policy of
-    their own. Region, dtype and cache stay as they are.
-    """
+    """Put a module's policy in force in this thread, whatever the device."""
+    # It holds in every enabled region, the one around and those entered inside that have no policy
+    # of their own. Region, dtype and cache stay as they are.
     if is_dynamo_compiling():
         _allow()
         _put(True, *code)

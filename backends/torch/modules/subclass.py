@@ -120,11 +120,9 @@ def extend(module: nn.Module, extension: type[Extension], data: object) -> None:
 
 
 def restore(module: nn.Module, extension: type[Extension]) -> None:
-    """Take the extension's methods away again.
-
-    If another class has been put on top, as torch's parametrizations do, the methods stay and do
-    nothing.
-    """
+    """Take the extension's methods away again."""
+    # If another class has been put on top, as torch's parametrizations do, the methods stay and do
+    # nothing.
     module.__dict__.pop(extension.KEY, None)
     _strip(module)
 

@@ -143,11 +143,9 @@ class DeviceState:
         return state
 
     def _may_be_below_one(self) -> bool:
-        """Return False where the host can rule out that the scale is below 1.
-
-        With a scale of 1 or more no quotient overflows, so that the pass that looks for overflows
-        is saved. What is found does not depend on the answer.
-        """
+        """Return False where the host can rule out that the scale is below 1."""
+        # With a scale of 1 or more no quotient overflows, so that the pass that looks for overflows
+        # is saved. What is found does not depend on the answer.
         if self._rule.min_scale >= 1:
             return False
         if not self._are_as_noted():
@@ -228,11 +226,9 @@ class DeviceState:
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
-    """Return 1/scale as torch.amp computes it, in float64 and rounded once; float32 [].
-
-    It is computed from the tensor that the loss was multiplied by, not from a number that the host
-    knows: `torch.distributed` and `.data` write to the tensor without a new version.
-    """
+    """Return 1/scale as torch.amp computes it, in float64 and rounded once; float32 []."""
+    # It is computed from the tensor that the loss was multiplied by, not from a number that the
+    # host knows: `torch.distributed` and `.data` write to the tensor without a new version.
     if scale.device.type == "mps":
         return scale.reciprocal()
     return scale.double().reciprocal().float()
@@ -272,12 +268,10 @@ def state_of(scale: Any, tracker: Any, skips: Any, overflows: Any, skipped: Any)
 
 
 def new_bars(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the thresholds of a finding, float32 [6], and a view of the second one, float32 [].
-
-    A finding above the first three adds 1 to the three counts; one above the last three keeps a
-    count. The second threshold is 0, and NaN or 1 if a loss was not finite: no finding is above it
-    then, and no overflow is counted.
-    """
+    """Make the thresholds of a finding, float32 [6], and a view of the second one, float32 []."""
+    # A finding above the first three adds 1 to the three counts; one above the last three keeps a
+    # count. The second threshold is 0, and NaN or 1 if a loss was not finite: no finding is above
+    # it then, and no overflow is counted.
     bars = torch.zeros(6, dtype=torch.float32, device=device)
     bars.select(0, 5).fill_(-1.0)
     return bars, bars.select(0, 1)
@@ -298,10 +292,8 @@ def update(
     loss: torch.Tensor | None,
     bars: torch.Tensor | None = None,
 ) -> None:
-    """Bring the tensors to the state after one optimizer step, in place.
-
-    With `bars` by the kernel that torch.amp uses, in a quarter of the launches.
-    """
+    """Bring the tensors to the state after one optimizer step, in place."""
+    # With `bars` by the kernel that torch.amp uses, in a quarter of the launches.
     wild = rule.hysteresis or rule.growth > _TAME
     if bars is None or wild or torch.compiler.is_compiling():
         # The factors act in float64, as in torch's kernel; the scale is rounded when it is stored.

@@ -86,10 +86,8 @@ def prepare_to_skip(optimizer: torch.optim.Optimizer, found: torch.Tensor) -> bo
 def step_in_graph(
     optimizer: torch.optim.Optimizer, found: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
-    """Take a step that fits a graph, in which nothing can wait; put back what it wrote if `found`.
-
-    The optimizer makes its state before the step, and a first step that is skipped leaves it so.
-    """
+    """Take a step that fits a graph, where nothing can wait; put back what it wrote if `found`."""
+    # The optimizer makes its state before the step, and a first step that is skipped leaves it so.
     optimizers.make_state(optimizer)
     if not prepare_to_skip(optimizer, found):
         return None

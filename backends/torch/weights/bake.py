@@ -204,10 +204,9 @@ class Trace:
             self._apart = outer
 
     def _acts_in(self, parts: Function, devices: list[str]) -> bool:
-        """Run them with autocast and without: do other ops reach the device, until one fails?
-
-        Without it, dtypes may not fit; either way a kernel may read a tensor, which has no memory.
-        """
+        """Run them with autocast and without: do other ops reach the device, until one fails?"""
+        # Without it, dtypes may not fit; either way a kernel may read a tensor, and none has
+        # memory.
         with torch.no_grad(), suppress(Exception), _Reached() as inside:
             parts()
         off = dispatcher.ExcludeKeys(dispatcher.autocast_keys(devices))

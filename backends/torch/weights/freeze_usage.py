@@ -247,10 +247,8 @@ def names(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the device type of an accelerator that one of the tensors is on; else "cpu".
-
-    It is "meta" only if all are there.
-    """
+    """Return the type of an accelerator that one of the tensors is on; else "cpu"."""
+    # It is "meta" only if all are there.
     last = {"cpu": 1, "meta": 2}
     return min((t.device.type for t in tensors), key=lambda kind: last.get(kind, 0), default="cpu")
 

@@ -123,13 +123,10 @@ class Product(NamedTuple):
 
 
 def why_not(product: Product, recipe: Recipe) -> str:
-    """Return why a product runs by the rule `lower` instead.
-
-    Source:
-        Multiples and formats: cuBLAS documentation, section "FP8 data types". Sizes: torchao 0.18,
-        `torchao/float8/float8_linear_utils.py`, `_auto_filter_for_recipe`, measured there on H100
-        GPUs.
-    """
+    """Return why a product runs by the rule `lower` instead."""
+    # Source of multiples and formats: cuBLAS documentation, section "FP8 data types". Of sizes:
+    # torchao 0.18, `torchao/float8/float8_linear_utils.py`, `_auto_filter_for_recipe`, measured
+    # there on H100 GPUs.
     if product.region != REGION_DTYPE:
         return f"the region's dtype is {product.region}; {NOT_FLOAT16}"
     if product.sparse:
@@ -205,12 +202,9 @@ class Verbs(NamedTuple):
 
 
 def scale_of(verbs: Verbs, array: Any, recipe: Recipe, role: str, axis: Axis) -> Any:
-    """Return the scale that an operand is multiplied by before it is cast to 8 bits.
-
-    Source:
-        torchao 0.18, `torchao/float8/float8_utils.py`, `amax_to_scale`, which divides in float64:
-        the same number, except below `SMALLEST_AMAX`, where it is a constant here.
-    """
+    """Return the scale that an operand is multiplied by before it is cast to 8 bits."""
+    # Source: torchao 0.18, `torchao/float8/float8_utils.py`, `amax_to_scale`, which divides in
+    # float64: the same number, except below `SMALLEST_AMAX`, where it is a constant here.
     largest = dtypes.FORMATS[recipe.format_of(role)].max
     amax = verbs.amax(array, axis)
     tiny = amax <= SMALLEST_AMAX

@@ -34,12 +34,10 @@ def columns(
     rows: Iterable[str | Sequence[str]],
     right: Container[str] = (),
 ) -> list[str]:
-    """Lines of a table: the heads, then the rows; columns that are empty are left out.
-
-    Cells may have several lines. Where a table has no room, the widest columns become narrower, but
-    for those of numbers, and cells are broken between words. If that is not enough, words are
-    broken, too; but a file and its line, such as "train.py:12", stay in one piece.
-    """
+    """Lines of a table: the heads, then the rows; columns that are empty are left out."""
+    # Cells may have several lines. Where a table has no room, the widest columns become narrower,
+    # but for those of numbers, and cells are broken between words. If that is not enough, words are
+    # broken, too; but a file and its line, such as "train.py:12", stay in one piece.
     rows = list(rows)
     cells = [row for row in rows if not isinstance(row, str)]
     used = [i for i in range(len(heads)) if any(row[i] for row in cells)]
@@ -93,10 +91,8 @@ def short(dtype: str) -> str:
 
 
 def dtypes(inputs: Sequence[str], run: str, outputs: Sequence[str]) -> str:
-    """The dtypes of an op's inputs and outputs, and the one it ran in if that is another.
-
-    "fp32, bf16 x2 -> bf16 (in fp32)"
-    """
+    """The dtypes of an op's inputs and outputs, and the one it ran in if that is another."""
+    # As "fp32, bf16 x2 -> bf16 (in fp32)".
     between = f" (in {short(run)})" if run and {run} != {*outputs} else ""
     read, made = (counted(map(short, names)) or "none" for names in (inputs, outputs))
     return f"{read} -> {made}{between}"

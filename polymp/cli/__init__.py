@@ -35,17 +35,7 @@ exit codes:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: the arguments, without the program's name; None for the process's own.
-
-    Returns:
-        The exit code, see `EXIT`.
-
-    Raises:
-        SystemExit: from argparse, after a message or a help text.
-    """
+    """Run one command, by default the process's own; return its exit code, see `EXIT`."""
     parser = _parser()
     args = parser.parse_args(argv)
     if "collect" not in args:

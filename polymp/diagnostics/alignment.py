@@ -48,11 +48,9 @@ def matched(ours: Iterable[str], theirs: Iterable[str]) -> dict[str, str]:
 
 
 def _forms(path: str) -> dict[str, None]:
-    """The path without parts "layers"; and without a class name in front.
-
-    Modules of a list are "blocks_0" in flax linen: they are "blocks.0" here. Equinox adds the class
-    of each of its layers, "up.eqx.nn.Linear": it is left out.
-    """
+    """The path without parts "layers"; and without a class name in front."""
+    # Modules of a list are "blocks_0" in flax linen: they are "blocks.0" here. Equinox adds the
+    # class of each of its layers, "up.eqx.nn.Linear": it is left out.
     plain = re.sub(r"\.eqx\.nn\.\w+", "", path)
     parts = re.sub(r"_(\d+)(?=\.|$)", r".\1", plain).split(".")
     starts = (0, 1) if parts[0][:1].isupper() else (0,)

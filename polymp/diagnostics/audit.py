@@ -404,12 +404,10 @@ def _has_lost(m: Measured) -> bool:
 
 
 def _readers(audit: Audit, found: Sequence[Place]) -> list[Measured]:
-    """Low ops that would round the same values again, in the module of an op or beside it.
-
-    After an overflow, those whose results are not finite, up to an op whose result is bounded for
-    every input. After a value that was lost, up to the op that broke, those that keep it from 0 or
-    1: of an op alone that a fault names.
-    """
+    """Low ops that would round the same values again, in the module of an op or beside it."""
+    # After an overflow, those whose results are not finite, up to an op whose result is bounded for
+    # every input. After a value that was lost, up to the op that broke, those that keep it from 0
+    # or 1: of an op alone that a fault names.
     forward, readers = _forward(audit), list[Measured]()
     for one in found:
         overflows = isinstance(one, Measured) and one.magnitudes.burst > 0

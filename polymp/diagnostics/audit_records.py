@@ -89,10 +89,7 @@ class Operand(NamedTuple):
 
 
 def operand_numbers(xp: Any, values: Any) -> Any:
-    """Return the numbers of `Operand.measured`, float32 [6], of float32 values.
-
-    `xp` is the framework's module with numpy's functions.
-    """
+    """Return the numbers of `Operand.measured`, float32 [6]; `xp` has the functions of numpy."""
     size = xp.abs(values)
     finite, one, zero = xp.isfinite(size), xp.ones_like(size), xp.zeros_like(size)
     some = xp.where(finite & (size > 0), size, xp.inf)

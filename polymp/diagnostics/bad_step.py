@@ -107,10 +107,8 @@ class LossChecks:
         self._sent: tuple[Any, ...] = ()
 
     def add(self, sent: Iterable[Any], alone: bool) -> bool:
-        """Add those of a call; return whether one so far is known to be true.
-
-        If not `alone`, other processes learn of it in `now`, so that all stop at the same step.
-        """
+        """Add those of a call; return whether one so far is known to be true."""
+        # If not `alone`, other processes learn of it in `now`, so that all stop at the same step.
         self._sent = (*self._sent, *sent)
         return alone and self.now(wait=False)
 
@@ -146,10 +144,8 @@ class Repeated(NamedTuple):
 
 
 def first_difference(losses: Mapping[int, Any], again: Repeated) -> str:
-    """Say which finite loss was another when its step was repeated; "" if none.
-
-    On a CPU they may differ by a few roundings; other devices may add up in another order.
-    """
+    """Say which finite loss was another when its step was repeated; "" if none."""
+    # On a CPU they may differ by a few roundings; other devices may add up in another order.
     for at, loss in losses.items():
         if at not in again.losses or not math.isfinite(was := float(loss)):
             continue

@@ -110,11 +110,9 @@ class Blame(NamedTuple):
 
 
 def blame(nodes: Sequence[Node]) -> Blame | None:
-    """Find the node at which a run's numbers broke.
-
-    Infinities that the program has as constants are no fault, until an op makes NaN of them or they
-    are the loss.
-    """
+    """Find the node at which a run's numbers broke."""
+    # Infinities that the program has as constants are no fault, until an op makes NaN of them or
+    # they are the loss.
     nodes = _with_calls(nodes)
     reaches, hidden = _bad_ones(nodes)
     order = sorted(range(len(nodes)), key=lambda at: nodes[at].late)
@@ -140,10 +138,8 @@ def blame(nodes: Sequence[Node]) -> Blame | None:
 
 
 def _with_calls(nodes: Sequence[Node]) -> list[Node]:
-    """The nodes, with what their calls read that is not finite: a part may have taken it up.
-
-    torch.isfinite is made of ops; its absolute values, which only a comparison reads, are a test.
-    """
+    """The nodes, with what their calls read that is not finite: a part may have taken it up."""
+    # torch.isfinite is made of ops; its absolute values, which only a comparison reads, are a test.
     whole: list[Node] = []
     readers = _readers(nodes)
     nodes = [
@@ -161,10 +157,8 @@ def _with_calls(nodes: Sequence[Node]) -> list[Node]:
 
 
 def meant(nodes: Sequence[Node]) -> set[int]:
-    """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do.
-
-    Those of an overflow are not, whatever op takes them up, unless it takes them for a mask's.
-    """
+    """Return the nodes whose infinities are a mask's: no end has them, or tests of constants do."""
+    # Those of an overflow are not, whatever op takes them up, unless it takes them for a mask's.
     (reaches, hidden), constants = _bad_ones(nodes), set[int]()
     readers = _readers(nodes)
     untested, overflown = _reaching(nodes, readers, tests=False), _overflown(nodes, readers)
@@ -190,13 +184,11 @@ def _overflown(nodes: Sequence[Node], readers: Sequence[Sequence[int]]) -> set[i
 
 
 def _bad_ones(nodes: Sequence[Node]) -> tuple[list[bool], list[bool]]:
-    """For each node, whether its Inf or NaN reaches an end, and whether a number hides its Inf.
-
-    An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf is 0.
-    A softmax or a clamp, though, gives the same for Inf and for the number it was; but not a clamp
-    in a wider dtype, whose bound may be above that number. Between the two, as where a mask is
-    added, it may be an Inf still.
-    """
+    """For each node, whether its Inf or NaN reaches an end, and whether a number hides its Inf."""
+    # An Inf that a dtype made is a fault also where a later op turns it into a number: x / Inf is
+    # 0. A softmax or a clamp, though, gives the same for Inf and for the number it was; but not a
+    # clamp in a wider dtype, whose bound may be above that number. Between the two, as where a mask
+    # is added, it may be an Inf still.
     readers = _readers(nodes)
     taken = _taken_up(nodes, readers, _takes_up)
     hidden = [node.burst and not (node.cast or taken[at]) for at, node in enumerate(nodes)]
@@ -244,11 +236,9 @@ def _readers(nodes: Sequence[Node]) -> list[list[int]]:
 def _reaching(
     nodes: Sequence[Node], readers: Sequence[Sequence[int]], tests: bool = True
 ) -> list[bool]:
-    """For each node, True if its values are not finite and stay so up to an end.
-
-    An end is a value that the program returns, or that is tested for being finite; or one that no
-    op reads and that is not `dropped`, or that `tests` alone read; neither of them `late`.
-    """
+    """For each node, True if its values are not finite and stay so up to an end."""
+    # An end is a value that the program returns, or that is tested for being finite; or one that no
+    # op reads and that is not `dropped`, or that `tests` alone read; neither of them `late`.
     reaches = [False] * len(nodes)
     for at in range(len(nodes) - 1, -1, -1):
         if nodes[at].bad:
@@ -299,10 +289,8 @@ def _reads_cast(node: Node) -> bool:
 
 
 def _saturated(nodes: Sequence[Node], at: int) -> int | None:
-    """The node whose dtype made ones, of which others made what the node `at` cannot take.
-
-    The nearest; but 1 - p also has ones, where p is near 0, beside the zeros that p's ones make.
-    """
+    """The node whose dtype made ones, of which others made what the node `at` cannot take."""
+    # The nearest; but 1 - p also has ones, where p is near 0, beside the zeros that p's ones make.
     front, seen = {i for i in nodes[at].inputs if i < at}, set[int]()
     differences: list[int] = []
     while front:
@@ -317,10 +305,8 @@ def _saturated(nodes: Sequence[Node], at: int) -> int | None:
 
 
 def _cause(nodes: Sequence[Node], at: int) -> int | None:
-    """The node before `at` whose dtype lost something, from which `at` may have its 0 or 1.
-
-    The nearest that lost most of its values or a number; else the one that lost the most.
-    """
+    """The node before `at` whose dtype lost something, from which `at` may have its 0 or 1."""
+    # The nearest that lost most of its values or a number; else the one that lost the most.
     divisors = nodes[at].divisors
     seen, front = {at}, [i for i in (nodes[at].inputs if divisors is None else divisors) if i < at]
     found: list[int] = []

@@ -107,11 +107,9 @@ def sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
 
 
 def alike(call: Call) -> Hashable:
-    """All in which the calls of equal layers agree.
-
-    They differ in their modules and the casts made for them: those of a first layer may be spared
-    in the others.
-    """
+    """All in which the calls of equal layers agree."""
+    # They differ in their modules and the casts made for them: those of a first layer may be spared
+    # in the others.
     return call._replace(module="", casts=0, cast_bytes=0, saved=(), kept=0)
 
 

@@ -156,12 +156,10 @@ def joined(many: Iterable[Magnitudes]) -> Magnitudes:
 
 
 def followed(made: Iterable[tuple[Magnitudes | float, Iterable[int]]]) -> list[float]:
-    """Return the share `gone` of results, each with the places of the gradients that it reads.
-
-    Where a share g of the values that were to come is gone, so is a share g of the values that are
-    made of one each, besides those that are zero in any case; none is gone that is not zero. A
-    result that was not measured is the share of its values that vanished.
-    """
+    """Return the share `gone` of results, each with the places of the gradients that it reads."""
+    # Where a share g of the values that were to come is gone, so is a share g of the values that
+    # are made of one each, besides those that are zero in any case; none is gone that is not zero.
+    # A result that was not measured is the share of its values that vanished.
     found, gone = list[float](), list[float]()  # `gone`: of what would not be zero
     for m, inputs in made:
         came = max((gone[at] for at in inputs if at < len(gone)), default=0.0)

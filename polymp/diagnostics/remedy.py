@@ -44,12 +44,10 @@ class Repeat(Protocol):
 
 
 def tried(fault: Fault, ops: Sequence[str], repeat: Repeat, scaled: bool) -> Fault:
-    """Repeat a step with ops in float32; return its fault with what helped.
-
-    Or another fault, if the step breaks there with all ops in float32: no dtype is to blame then.
-    `ops` are the names of those in its regions, in order, and `scaled` says whether it has a loss
-    scaler.
-    """
+    """Repeat a step with ops in float32; return its fault with what helped."""
+    # Or another fault, if the step breaks there with all ops in float32: no dtype is to blame then.
+    # `ops` are the names of those in its regions, in order, and `scaled` says whether it has a loss
+    # scaler.
     known = fault._replace(remedy=remedy_of(fault))
     if fault.direction == UPDATE or fault.kind in ("input", "index", "inside") or not ops:
         return known
@@ -225,11 +223,9 @@ def larger_eps(dtype: str) -> float:
 
 
 def of_optimizer(framework: str, kind: str, dtype: str, lost: str = "", tried: bool = False) -> str:
-    """Return the change that helps where an optimizer made a value that is not finite.
-
-    `lost` is a clause on an eps, "Adam's eps is 0", and `tried` says whether the step was finite
-    with a larger one.
-    """
+    """Return the change that helps where an optimizer made a value that is not finite."""
+    # `lost` is a clause on an eps, "Adam's eps is 0", and `tried` says whether the step was finite
+    # with a larger one.
     wide = f"keep the weights in float32 and lower the ops, as polymp.{framework}.autocast does."
     if kind == "number":
         how = TRIED if tried else ""

@@ -246,10 +246,8 @@ def widening(report: Report) -> str:
 
 
 def _is_widened(call: Call) -> bool:
-    """True of a call without a row in which a float32 input widened a low one to float32.
-
-    Calls with a low result as well are left out: their float32 is for the backward pass.
-    """
+    """True of a call without a row in which a float32 input widened a low one to float32."""
+    # Calls with a low result as well are left out: their float32 is for the backward pass.
     return (
         call.region != ""
         and call.row is None

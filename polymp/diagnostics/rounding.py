@@ -134,10 +134,8 @@ def is_arithmetic(op: str) -> bool:
 
 
 def whole(x: Any, by: Any, read: Iterable[Any]) -> Any:
-    """Where arithmetic that may round by so much is exact: whole numbers, made of such, are counts.
-
-    1 + x is a whole number, too, if x is small. Where shapes differ, all have to be whole.
-    """
+    """Where arithmetic that may round by so much is exact: whole numbers made of such."""
+    # 1 + x is a whole number, too, if x is small. Where shapes differ, all have to be whole.
     found = (x.round() == x) & (by < 0.5)  # of larger ones a dtype has not all
     for other in read:
         same = other.round() == other
@@ -234,11 +232,9 @@ class Gap(NamedTuple):
 
 
 def gap(what: str, ours: Any, theirs: Any, spread: Any) -> Gap:
-    """Compare two arrays of floats of one shape.
-
-    Numbers have to be equal where one is not finite, where no rounding changes them, and where the
-    change is not known because a probe was not finite there.
-    """
+    """Compare two arrays of floats of one shape."""
+    # Numbers have to be equal where one is not finite, where no rounding changes them, and where
+    # the change is not known because a probe was not finite there.
     import numpy as np
 
     same = (ours == theirs) | (np.isnan(ours) & np.isnan(theirs))

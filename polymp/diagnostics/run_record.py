@@ -116,11 +116,9 @@ class RunRecord(NamedTuple):
 
 @cache
 def signs(blocks: int) -> tuple[Any, Any]:
-    """Ones, for a sum, and the signs of projections: [9, blocks] and [9, BLOCK], each 1 or -1.
-
-    Element i of an array has, in projection k, the sign of its block times that of its place in it:
-    `one[k, i // BLOCK] * other[k, i % BLOCK]`.
-    """
+    """Ones, for a sum, and the signs of projections: [9, blocks] and [9, BLOCK], each 1 or -1."""
+    # Element i of an array has, in projection k, the sign of its block times that of its place in
+    # it: `one[k, i // BLOCK] * other[k, i % BLOCK]`.
     count = PROJECTIONS.stop - PROJECTIONS.start
     x = np.arange(blocks * count + BLOCK * count, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -298,12 +296,10 @@ def sums_of(x: Any, looks: Looks, xp: Any) -> Any:
 
 
 def changes(x: Any, by: Any, looks: Looks, xp: Any) -> Any:
-    """How far a row is moved in others, relative to its largest magnitude: [rows, VALUES].
-
-    `by` has the differences of the numbers, for differences of sums lose digits. Both are finite;
-    what is not is not moved. Where the framework can, `by` is written into: to get other memory
-    takes longer than the sums.
-    """
+    """How far a row is moved in others, relative to its largest magnitude: [rows, VALUES]."""
+    # `by` has the differences of the numbers, for differences of sums lose digits. Both are finite;
+    # what is not is not moved. Where the framework can, `by` is written into: to get other memory
+    # takes longer than the sums.
     count = x.shape[-1]
     top = xp.amax(xp.abs(x))
     scale = xp.where(top > 0, top, 1)
@@ -327,10 +323,8 @@ def changes(x: Any, by: Any, looks: Looks, xp: Any) -> Any:
 
 
 def spread(changed: Any, values: Sequence[float]) -> tuple[float, ...]:
-    """The root mean square over rows of `changes`, of an array with these values.
-
-    It is not known if numbers of the runs are so far apart that float32 has no squares of them.
-    """
+    """The root mean square over rows of `changes`, of an array with these values."""
+    # It is not known if numbers of the runs are so far apart that float32 has no squares of them.
     found = np.sqrt(np.square(changed, dtype=np.float64).mean(0)) * (values[AMAX] or 1.0)
     return tuple(found.tolist()) if np.isfinite(found).all() else (math.inf,) * VALUES
 

@@ -93,11 +93,9 @@ def shipped() -> tuple[str, ...]:
 
 @cache
 def shipped_rows() -> frozenset[Row]:
-    """The rows of all shipped policies.
-
-    Some are for ops that one framework does not have, and the vocabulary says why; in a user's
-    policy such a row is an error.
-    """
+    """The rows of all shipped policies."""
+    # Some are for ops that one framework does not have, and the vocabulary says why; in a user's
+    # policy such a row is an error.
     return frozenset(row for name in shipped() for row in _shipped(name).rows)
 
 

@@ -26,11 +26,9 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 
 def depth(pattern: str, path: str) -> int:
-    """Return the depth of the module on `path` that a pattern matches; 0 if it matches none.
-
-    Of several, the innermost; for a pattern that ends in `*`, which matches whatever lies inside
-    the module too, the outermost. The outermost module of all, whose path is empty, is at depth 1.
-    """
+    """Return the depth of the module on `path` that a pattern matches; 0 if it matches none."""
+    # Of several, the innermost; for a pattern that ends in `*`, which matches whatever lies inside
+    # the module too, the outermost. The outermost module of all, whose path is empty, has depth 1.
     names = path.split(".") if path else []
     ends = range(len(names) + 1) if pattern.endswith("*") else range(len(names), -1, -1)
     match = _compiled(pattern).match
@@ -41,11 +39,9 @@ def depth(pattern: str, path: str) -> int:
 
 
 def ranked(patterns: Iterable[str], path: str) -> tuple[tuple[tuple[int, int], str], ...]:
-    """The patterns that match, the weakest first, each with its rank.
-
-    A pattern outranks another if it matches a module further in; on one module, if it has more
-    characters that stand for themselves.
-    """
+    """The patterns that match, the weakest first, each with its rank."""
+    # A pattern outranks another if it matches a module further in; on one module, if it has more
+    # characters that stand for themselves.
     found = []
     for pattern in patterns:
         if at := depth(pattern, path):

@@ -128,11 +128,9 @@ class Vocabulary:
         return self.ops.get(name, _UNKNOWN)
 
     def within(self, inner: str, outer: str) -> bool:
-        """True if every op that selector `inner` selects is selected by `outer` too.
-
-        A spelling is within its op, an op within its class, each within itself, and everything
-        within "all". Within "default", which is for ops that have no other row, is nothing else.
-        """
+        """True if every op that selector `inner` selects is selected by `outer` too."""
+        # A spelling is within its op, an op within its class, each within itself, and everything
+        # within "all". Within "default", which is for ops that have no other row, is nothing else.
         if outer in (inner, "all"):
             return True
         op = self.op_of(inner)

@@ -524,5 +524,4 @@ def wide(x: Any) -> Any:
 
 def _array(x: jax.Array) -> "np.ndarray[Any, Any]":
     x = jnp.stack([x.real, x.imag], -1) if jnp.iscomplexobj(x) else x
-    made = np.asarray(x)
-    return made.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else made
+    return np.array(x, np.float64 if jnp.issubdtype(x.dtype, jnp.floating) else None)

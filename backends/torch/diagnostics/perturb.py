@@ -192,7 +192,7 @@ def tensor(x: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 def _array(t: torch.Tensor) -> Any:
     """Make an array of a tensor, with memory of its own: a buffer is put back later."""
     t = real(t.detach())
-    return np.array((t.double() if t.is_floating_point() else t).numpy())
+    return t.to(torch.float64 if t.is_floating_point() else t.dtype, copy=True).numpy()
 
 
 # Probes in lockstep with a run.
@@ -613,8 +613,7 @@ def _parts(ran: Ran, result: object, t: torch.Tensor) -> _Parts:
         terms = max(x.numel() for x in ran.reads) / max(t.numel(), 1)
     dtype = t.dtype.to_real() if t.is_complex() else t.dtype
     own, summed = movement(of, "matmul" if flops else kind, dtype_names.NAMES[dtype], terms)
-    writes = dispatcher.writes(ran.func)  # what it writes is not squared
-    adds = name in op_facts.SUMS and not writes
+    adds = name in op_facts.SUMS and not dispatcher.writes(ran.func)  # that is not squared
     return _Parts(own, summed, terms, adds, kind in sums)
 
 

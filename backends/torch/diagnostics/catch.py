@@ -188,9 +188,11 @@ class StateCopy(TrainingState):
         return args, kwargs
 
     def _copy_of(self, t: torch.Tensor) -> torch.Tensor:
-        version, known = _version(t), self._copies.get(t)
-        if known is None or known[0] != version or version < 0:
-            known = self._copies[t] = version, _copied(t)
+        if t.is_inference():  # it has no version
+            return _copied(t)
+        known = self._copies.get(t)
+        if known is None or known[0] != t._version:
+            known = self._copies[t] = t._version, _copied(t)
         copy: torch.Tensor = known[1]
         return copy
 
@@ -354,11 +356,6 @@ _DIFFERS = (
 
 def _copied(t: torch.Tensor) -> torch.Tensor:
     return t.detach().clone().requires_grad_(t.requires_grad)
-
-
-def _version(t: torch.Tensor) -> int:
-    """Return a number that a write to a tensor changes; -1 if it has none."""
-    return -1 if t.is_inference() else t._version
 
 
 def _has_scaler(objects: TrainingObjects) -> bool:

@@ -237,7 +237,8 @@ class _CastPuller:
         )
 
     def settled(self, step: Step) -> Step:
-        if _compares(step) and any(map(self._has_moved, step.operands)):
+        read = (o for o in step.operands if type(o) not in (Cast, core.Literal))
+        if _compares(step) and any(o in self.moved for o in read):
             self.frame.stack = step.stack
             reads = ["float32" if declared(atom) else None for atom in step.eqn.invars]
             step = self.frame.step(step.eqn, reads, step.writes, params=step.params)
@@ -245,9 +246,6 @@ class _CastPuller:
             return step
         operands = [o.atom if self._is_idle(o) else o for o in step.operands]
         return step._replace(operands=operands)
-
-    def _has_moved(self, operand: Operand) -> bool:
-        return type(operand) not in (Cast, core.Literal) and operand in self.moved
 
     def _is_idle(self, operand: Operand) -> TypeGuard[Cast]:
         """True for a cast of what has that dtype already."""

@@ -302,10 +302,6 @@ def _is_end(eqn: Equation) -> bool:
 # Equations that are events wherever they make float16, though a call may go on after them.
 _ALONE = CONTRACTIONS | OURS | {"convert_element_type"}
 
-# What was not measured.
-_NOTHING: Any = np.empty(0, np.float32)
-_NO_BINS: Any = np.empty(0, np.int32)
-
 
 class Facts(NamedTuple):
     """Measurements of an event, as arrays; with one axis more inside of a `scan`."""
@@ -315,8 +311,9 @@ class Facts(NamedTuple):
     peak: Any = np.float32(-1)
     # float32 [3], of low results: the largest magnitude in float32, and in float16 the shares of
     # values that became Inf and zero; empty for others.
-    lost: Any = _NOTHING
-    sample: Any = _NO_BINS  # int32 [n], bins of the values; empty but of the end of a call
+    lost: Any = np.empty(0, np.float32)
+    # int32 [n], bins of the values; empty but of the end of a call
+    sample: Any = np.empty(0, np.int32)
     # float32 [k, 6], what it was given, where that is asked for; else empty
     operands: Any = np.empty((0, 6), np.float32)
 

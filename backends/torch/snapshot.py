@@ -260,10 +260,7 @@ def _of_function(function: types.FunctionType) -> list[object]:
 
 
 class TrainingState(Snapshot):
-    """A copy of what a training step changes, and of other tensors.
-
-    Schedulers and loss scalers are copied by `state_dict` and `load_state_dict`.
-    """
+    """A copy of what a training step changes, and of other tensors."""
 
     def __init__(self, objects: TrainingObjects, tensors: Iterable[torch.Tensor] = ()) -> None:
         every = named_tensors(objects)
@@ -276,7 +273,7 @@ class TrainingState(Snapshot):
             modules=own_modules(part for model in objects.models for part in model.modules()),
             random_numbers=True,
         )
-        self._others: list[tuple[Any, Any]] = []
+        self._others: list[tuple[Any, Any]] = []  # schedulers and loss scalers, with their states
         self.left_out: list[str] = []  # objects whose state cannot be had, and why
         for it in objects.others:
             try:

@@ -166,11 +166,7 @@ def described(found: Mapping[Any, str], name: Callable[[Any], str], after: str =
 
 
 class BatchCopies:
-    """Copies of the numpy arrays that calls are given; a buffer may be filled again for the next.
-
-    An array that is given again, with the same numbers at some places, is taken to be as it was: a
-    data set is not read as a whole in each call.
-    """
+    """Copies of numpy arrays that calls are given; a buffer may be filled again for the next."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[weakref.ref[Any], bytes, Any]] = {}  # by place
@@ -179,6 +175,8 @@ class BatchCopies:
         """Return a copy of an argument."""
         import numpy as np
 
+        # An array that is given again, with the same numbers at some places, is taken to be as it
+        # was: a data set is not read as a whole in each call.
         ends = np.linspace(0, array.size - 1, 256 if array.size else 0).astype(np.int64)
         some = array.flat[ends].tobytes()
         it, before, copy = self._last.get(place, (None, b"", None))

@@ -98,20 +98,13 @@ class RecordedStep(NamedTuple):
 
 
 class RunRecord(NamedTuple):
-    """A record that was read.
+    """A record that was read."""
 
-    Attributes:
-        header: "framework", "versions", "model", "device", "threads", "probes", "modules", "rank",
-            "ranks".
-        steps: those that were written whole, in order.
-        name: of its file, for messages.
-        cut: True if the file ends in a step that is not whole.
-    """
-
+    # "framework", "versions", "model", "device", "threads", "probes", "modules", "rank", "ranks"
     header: Mapping[str, Any]
-    steps: tuple[RecordedStep, ...]
-    name: str = "record"
-    cut: bool = False
+    steps: tuple[RecordedStep, ...]  # those that were written whole, in order
+    name: str = "record"  # of its file, for messages
+    cut: bool = False  # True if the file ends in a step that is not whole
 
 
 @cache
@@ -136,17 +129,15 @@ def places(count: int) -> Any:
 
 
 class Summaries:
-    """The values of numpy arrays, how many elements are zero, and how many are not finite.
-
-    Blocks of many arrays are summed up together: of small arrays a call of numpy takes longer than
-    the sums. The backends compute the same of arrays that are not in the memory of a CPU.
-    """
+    """The values of numpy arrays, how many elements are zero, and how many are not finite."""
 
     def __init__(self) -> None:
         self._sizes: list[int] = []
         self._scales: list[float] = []
         self._elements: list[Any] = []
-        self._rows: dict[int, _Rows] = {}  # by their width
+        # By their width: blocks of many arrays are summed up together, for of small arrays a call
+        # of numpy takes longer than the sums.
+        self._rows: dict[int, _Rows] = {}
 
     def add(self, array: Any) -> int:
         """Add a numpy array, which may be written afterwards; the place of its summary."""
@@ -392,15 +383,13 @@ def for_rank(path: str | PathLike[str], rank: int, ranks: int) -> Path:
 
 
 class RecordWriter:
-    """Writes a record, a line for each step; a kill leaves the steps that were written.
-
-    Args:
-        options: a file that is at the path is replaced when the first step is whole.
-        described: makes the header, see `RunRecord`, at that time; but for what is in the options.
-    """
+    """Writes a record, a line for each step; a kill leaves the steps that were written."""
 
     def __init__(self, options: Options, described: Callable[[], dict[str, Any]]) -> None:
-        self._options, self._described = options, described
+        self._options = options
+        # Makes the header, but for what is in the options, when the first step is whole; a file
+        # that is at the path is replaced then.
+        self._described = described
         self._header: dict[str, Any] = {}
         self._file: Path | None = None
         self._steps: list[RecordedStep] = []  # without a path
@@ -483,17 +472,7 @@ def _packed(numbers: Any) -> str:
 
 
 def read(path: str | PathLike[str]) -> RunRecord:
-    """Read a record. Nothing in a file is run.
-
-    Args:
-        path: of the file.
-
-    Returns:
-        The record, without a last step that is not whole.
-
-    Raises:
-        RecordError: there is no such file, it is no record, of another version, or has no step.
-    """
+    """Read a record, without a last step that is not whole. Nothing in a file is run."""
     name = Path(path).name
     try:
         text = Path(path).read_bytes().decode("utf-8")

@@ -106,10 +106,7 @@ _OPS: dict[type[nn.Module], str] = {
 
 
 class _ParameterUses:
-    """How the region of a policy uses the parameters of a module at a path in the model.
-
-    Without a policy it is a region of the device's own table.
-    """
+    """How the region of a policy, or of the device's table, uses the parameters of a module."""
 
     def __init__(self, policy: Any, dtype: Any, path: object, device: str) -> None:
         if not isinstance(path, str):

@@ -177,11 +177,7 @@ def op_on(name: str, device: str) -> "OpOnDevice":
 
 
 class OpOnDevice:
-    """An op on a device: its row in each region, and how its calls run by it.
-
-    Regions that are in force are kept for the life of the process, so each is known by its
-    identity.
-    """
+    """An op on a device: its row in each region, and how its calls run by it."""
 
     def __init__(self, name: str, device: str) -> None:
         op: Any = dispatcher.overload(name)
@@ -197,6 +193,7 @@ class OpOnDevice:
         # written to a cast is copied back. Its kernels take a low input beside float32 statistics.
         self._written = [at for at, a in enumerate(schema) if a.name.startswith("running_")]
         self._with_low_input: Sequence[int] = range(1, len(schema)) if self._written else ()
+        # By identity: regions that are in force are kept for the life of the process.
         self._in_regions: dict[int, OpInRegion] = {}
 
     def in_region(self, region: Region, args: Sequence[Any] | None = None) -> OpInRegion:

@@ -165,14 +165,12 @@ NONE: Code = (get_autocast_dtype(SLOTS[0]), get_autocast_dtype(SLOTS[1]))
 
 
 class Codes:
-    """The codes that this process has given out. None is ever given to other policies.
-
-    A graph that torch.compile made under a code is kept, and guarded by it.
-    """
+    """The codes that this process has given out, none of which is ever given to other policies."""
 
     def __init__(self) -> None:
-        # By code, the policies by device; `NONE` has none. As long as this is empty, no policy was
-        # ever used, and the code in force need not be read.
+        # By code, which guards the graphs that torch.compile made under it, the policies by device;
+        # `NONE` has none. As long as this is empty, no policy was ever used, and the code in force
+        # need not be read.
         self.policies: dict[Code, dict[str, Policy]] = {}
         self.free: Iterator[Code] = iter([(a, b) for a in NAMES for b in NAMES if (a, b) != NONE])
         # What the policies and their codes are known by in other processes.

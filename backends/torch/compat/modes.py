@@ -150,14 +150,12 @@ def storage_reference(tensor: torch.Tensor) -> Any:
 
 
 class KeptKeys:
-    """Storages whose keys are not used again while this object is there; their memory is freed.
-
-    It holds a number for each: `StorageWeakRef`, which does the same for one storage, is two
-    objects that Python's garbage collector goes through again and again.
-    """
+    """Storages whose keys are not used again while this object is there; their memory is freed."""
 
     def __init__(self) -> None:
-        self._references: list[Any] = []  # numbers
+        # Numbers: `StorageWeakRef`, which does the same for one storage, is two objects that
+        # Python's garbage collector goes through again and again.
+        self._references: list[Any] = []
         self._free: Any = torch.UntypedStorage._free_weak_ref  # torch may be gone when Python ends
 
     def keep(self, tensor: torch.Tensor) -> None:

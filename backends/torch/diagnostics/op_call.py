@@ -301,13 +301,11 @@ class Own:
 
 
 class CallSites:
-    """Finds call sites, and remembers the paths of modules.
-
-    They are paths in `model`; without it, in the outermost module that ran when one was met first.
-    """
+    """Finds call sites, and remembers the paths of modules."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         self._known: dict[CallSite, CallSite] = {}  # many are alike, and one is kept of these
+        # In `model`; without it, in the outermost module that ran when one was met first.
         self._paths: dict[int, str] = {}
         self._roots: list[nn.Module] = []  # kept alive, for paths go by identity
         if model is not None:

@@ -92,16 +92,13 @@ def comparable(t: torch.Tensor) -> torch.Tensor:
 
 
 class RangeTable:
-    """Pairs of numbers that are measured, such as the ends of the values of a tensor.
-
-    They are called by numbers. A number is no object of its own for Python's garbage collector, as
-    a range is: there are tens of thousands of them. Pairs on a GPU wait until they are read, all at
-    once.
-    """
+    """Pairs of numbers that are measured, such as the ends of the values of a tensor."""
 
     def __init__(self) -> None:
-        self._pairs: list[float] = []  # two numbers for each
-        # By device and dtype, pairs that wait, and the numbers that they are called by.
+        # Two numbers for each, which is called by a number: that is no object of its own for
+        # Python's garbage collector, as a range is, and there are tens of thousands of them.
+        self._pairs: list[float] = []
+        # By device and dtype, pairs on a GPU, which are read all at once, and their numbers.
         self._waiting = defaultdict[Any, tuple[list[int], list[torch.Tensor]]](lambda: ([], []))
         self.meant: Collection[int] = ()  # whose infinities are a mask's, once that is known
 
@@ -179,17 +176,14 @@ def bins_of(values: torch.Tensor) -> torch.Tensor:
 
 
 class BinTable:
-    """Counts of magnitudes by their bins, in a row for each that asks for one.
-
-    Samples wait until there are many, and are counted together: an op on one of them takes longer
-    to call than to compute.
-    """
+    """Counts of magnitudes by their bins, in a row for each that asks for one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.rows: int = 0  # that are used, of `ROWS`
         with torch.inference_mode(False):
             self._counts = torch.zeros(ROWS, BINS, dtype=torch.int32, device=device)
+            # Samples that are counted together: an op on one takes longer to call than to compute.
             self._waiting = torch.empty(_TOGETHER, device=device, dtype=torch.float32)
         self._sizes: list[int] = []  # of the samples that wait, one after the other
         self._firsts: list[int] = []  # for each of these, where its row begins in the table

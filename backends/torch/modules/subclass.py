@@ -21,13 +21,9 @@ from polymp.rules import scopes
 
 
 class Extension(nn.Module):
-    """A class of methods that `extend` gives to modules.
+    """A class of methods that `extend` gives to modules."""
 
-    Attributes:
-        KEY: the key of their data in the module's `__dict__`.
-    """
-
-    KEY: ClassVar[str]
+    KEY: ClassVar[str]  # of their data in the module's `__dict__`
 
     def __init_subclass__(cls, **_: object) -> None:
         """Do nothing, so that classes which keep a list of their subclasses do not get this."""
@@ -70,11 +66,7 @@ class Handle:
         self.remove()
 
     def __call__(self, *_: object, **__: Any) -> NoReturn:
-        """Raise: this is not the model.
-
-        Raises:
-            TypeError: always.
-        """
+        """Refuse to be called: this is not the model."""
         name = self._call.partition("(")[0]
         raise TypeError(
             f"{name}() changes the model in place and returns a handle with remove(). "

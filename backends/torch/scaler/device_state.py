@@ -319,18 +319,12 @@ _EVERY = 4
 
 
 class AsyncRead:
-    """Copies the state to the host every few updates, without a wait, and keeps the last arrived.
-
-    Attributes:
-        seen: the state of that copy; None before the first.
-        age: the number of updates since that state; Inf if its scale says nothing about this one.
-        sent: the same, of the copy on its way.
-    """
+    """Copies the state to the host every few updates, without a wait; keeps the last arrived."""
 
     def __init__(self) -> None:
-        self.seen: ScaleState | None = None
-        self.age: float = 0
-        self.sent: float = 0
+        self.seen: ScaleState | None = None  # the state of that copy
+        self.age: float = 0  # updates since that state; Inf if its scale says nothing about this
+        self.sent: float = 0  # the same, of the copy on its way
         self._copy: AsyncCopy | None = None
 
     def updated(self, *state: torch.Tensor) -> bool:

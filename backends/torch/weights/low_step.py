@@ -29,10 +29,7 @@ Closure = Callable[[], Any]
 
 
 class Loan:
-    """Float32 tensors in the place of low parameters, in the groups and the state of an optimizer.
-
-    What stands beside the low parameters is not in the state meanwhile.
-    """
+    """Float32 tensors in the place of low parameters, in an optimizer's groups and its state."""
 
     def __init__(
         self,
@@ -44,6 +41,7 @@ class Loan:
         self.lent = lent  # by low parameter
         self._in_groups = {p: p for p in others} | lent  # the others stay in them as they are
         self._lists = [(g["params"], list(g["params"])) for g in optimizer.param_groups]
+        # What stands beside the low parameters, which is not in the state meanwhile.
         self._aside: dict[Param, dict[str, Any]] = {}
 
     def give(self) -> None:

@@ -216,19 +216,13 @@ class LowOptimizer(Optimizer):
     step.hooked = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, and store its parameters low.
-
-        Args:
-            param_group: as for any optimizer.
-        """
+        """Add a group, and store its parameters low."""
         super().add_param_group(param_group)
         self._low.take(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with what stands beside each weight and the mode.
-
-        The remainders of `split` are in it as bfloat16 of the same bits.
-        """
+        """Return the optimizer's state, with what stands beside each weight and the mode."""
+        # The remainders of `split` are in it as bfloat16 of the same bits.
         saved: dict[str, Any] = super().state_dict()
         state = dict(saved["state"])
         for number, p in self._numbered(saved):

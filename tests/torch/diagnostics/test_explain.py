@@ -391,36 +391,21 @@ def test_a_frozen_model_and_kept_casts_spare_casts() -> None:
 
 
 REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    (
-        lambda: explain(3),
-        TypeError,
+    (lambda: explain(3), TypeError,
         "explain(fn, *args) needs a module or a function, got 3. Give the function and its "
-        "arguments, not what it returned.",
-    ),
-    (
-        lambda: explain(nn.Linear(8, 8), torch.ones(8), dtype="half precision"),
-        ValueError,
+        "arguments, not what it returned."),
+    (lambda: explain(nn.Linear(8, 8), torch.ones(8), dtype="half precision"), ValueError,
         "explain(): dtype 'half precision' is not a float dtype that polymp knows. Write float16 "
-        "(fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy.",
-    ),
-    (
-        lambda: explain(dtype="float16"),
-        TypeError,
+        "(fp16), bfloat16 (bf16), or such a dtype of torch, jax or numpy."),
+    (lambda: explain(dtype="float16"), TypeError,
         "explain() without a function is a context manager: open the region inside it. "
-        "Got args=(), dtype='float16', policy=None, {}.",
-    ),
-    (
-        lambda: explain(nn.Linear(8, 8), torch.ones(8), model="net"),
-        TypeError,
-        "explain(model=...) needs a torch.nn.Module, got 'net'.",
-    ),
-    (
-        lambda: polymp.explain(len, []),
-        TypeError,
+        "Got args=(), dtype='float16', policy=None, {}."),
+    (lambda: explain(nn.Linear(8, 8), torch.ones(8), model="net"), TypeError,
+        "explain(model=...) needs a torch.nn.Module, got 'net'."),
+    (lambda: polymp.explain(len, []), TypeError,
         "polymp.explain(len, ...) finds no tensor, array or module that says "
-        "which framework this is for. Call polymp.torch.explain or polymp.jax.explain.",
-    ),
-]
+        "which framework this is for. Call polymp.torch.explain or polymp.jax.explain."),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("call", "error", "message"), REFUSED)

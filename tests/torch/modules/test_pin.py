@@ -259,55 +259,29 @@ def test_a_pinned_norm_trains_in_a_low_model() -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "not a module": (
-        lambda: pin(nn.Parameter(torch.ones(1)).data, "float32"),
-        TypeError,
-        "pin() takes a torch.nn.Module and a dtype, not tensor([1.]).",
-    ),
-    "no dtype": (
-        lambda: pin(nn.Linear(2, 2), "fp3"),
-        PolicyError,
-        "pin(): dtype 'fp3' is not a float dtype that polymp knows. Write ",
-    ),
-    "not a float": (
-        lambda: pin(nn.Linear(2, 2), torch.int8),
-        PolicyError,
-        "pin(): dtype int8 is not a float dtype that polymp knows. Write ",
-    ),
-    "a string for a list": (
-        lambda: pin(nn.Linear(2, 2), "float32", paths="*.norm"),
-        PolicyError,
-        "pin(): paths='*.norm' is not a list. Write paths=['*.norm'].",
-    ),
-    "no pattern": (
-        lambda: pin(nn.Linear(2, 2), "float32", paths=["a/b"]),
-        PolicyError,
+    "not a module": (lambda: pin(nn.Parameter(torch.ones(1)).data, "float32"), TypeError,
+        "pin() takes a torch.nn.Module and a dtype, not tensor([1.])."),
+    "no dtype": (lambda: pin(nn.Linear(2, 2), "fp3"), PolicyError,
+        "pin(): dtype 'fp3' is not a float dtype that polymp knows. Write "),
+    "not a float": (lambda: pin(nn.Linear(2, 2), torch.int8), PolicyError,
+        "pin(): dtype int8 is not a float dtype that polymp knows. Write "),
+    "a string for a list": (lambda: pin(nn.Linear(2, 2), "float32", paths="*.norm"), PolicyError,
+        "pin(): paths='*.norm' is not a list. Write paths=['*.norm']."),
+    "no pattern": (lambda: pin(nn.Linear(2, 2), "float32", paths=["a/b"]), PolicyError,
         "pin(): 'a/b' is no pattern of module paths. Write names joined by dots, such as "
-        '"*.lm_head" or "blocks.*.attn"; * stands for any characters.',
-    ),
-    "no match": (
-        lambda: pin(nn.Sequential(nn.ReLU(), nn.ReLU()), "float32", paths=["0", "norm"]),
+        '"*.lm_head" or "blocks.*.attn"; * stands for any characters.'),
+    "no match": (lambda: pin(nn.Sequential(nn.ReLU(), nn.ReLU()), "float32", paths=["0", "norm"]),
+        PolicyError, "pin(): 'norm' matches no module: paths are, for example, '0', '1'."),
+    "a second path": (lambda: pin(nn.Sequential(*[nn.ReLU()] * 2), "float32", paths=["1"]),
         PolicyError,
-        "pin(): 'norm' matches no module: paths are, for example, '0', '1'.",
-    ),
-    "a second path": (
-        lambda: pin(nn.Sequential(*[nn.ReLU()] * 2), "float32", paths=["1"]),
-        PolicyError,
-        "pin(): '1' matches no module: '1' is also '0', and a module's first path counts.",
-    ),
-    "lazy": (
-        lambda: pin(nn.LazyLinear(2), "float32"),
-        TypeError,
+        "pin(): '1' matches no module: '1' is also '0', and a module's first path counts."),
+    "lazy": (lambda: pin(nn.LazyLinear(2), "float32"), TypeError,
         "pin(): LazyLinear is lazy, and changes its class in its first call. "
-        "Call the model once before pin().",
-    ),
-    "the handle called": (
-        lambda: pin(nn.Linear(2, 2), "float32")(torch.ones(2)),
-        TypeError,
+        "Call the model once before pin()."),
+    "the handle called": (lambda: pin(nn.Linear(2, 2), "float32")(torch.ones(2)), TypeError,
         "pin() changes the model in place and returns a handle with remove(). "
-        "Write pin(model, dtype), and call the model itself.",
-    ),
-}
+        "Write pin(model, dtype), and call the model itself."),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -314,42 +314,24 @@ def test_a_module_with_two_paths_has_the_first(x: torch.Tensor) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "not a module": (
-        lambda: scoped(len, HEAD),
-        TypeError,
-        "scoped() takes a torch.nn.Module and a policy, not <built-in function len>.",
-    ),
-    "no policy": (
-        lambda: scoped(nn.Linear(2, 2), None),
-        PolicyError,
-        "a policy is a Policy, a name, the path of a TOML file or a dict, not None.",
-    ),
-    "the handle called": (
-        lambda: scoped(nn.Linear(2, 2), HEAD)(torch.ones(2)),
-        TypeError,
+    "not a module": (lambda: scoped(len, HEAD), TypeError,
+        "scoped() takes a torch.nn.Module and a policy, not <built-in function len>."),
+    "no policy": (lambda: scoped(nn.Linear(2, 2), None), PolicyError,
+        "a policy is a Policy, a name, the path of a TOML file or a dict, not None."),
+    "the handle called": (lambda: scoped(nn.Linear(2, 2), HEAD)(torch.ones(2)), TypeError,
         "scoped() changes the model in place and returns a handle with remove(). "
-        "Write scoped(model, policy), and call the model itself.",
-    ),
-    "lazy": (
-        lambda: scoped(nn.Sequential(nn.LazyLinear(2)), HEAD),
-        TypeError,
+        "Write scoped(model, policy), and call the model itself."),
+    "lazy": (lambda: scoped(nn.Sequential(nn.LazyLinear(2)), HEAD), TypeError,
         "scoped(): LazyLinear at '0' is lazy, and changes its class in its first call. "
-        "Call the model once before scoped().",
-    ),
-    "traced": (
-        lambda: scoped(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())), HEAD),
-        TypeError,
+        "Call the model once before scoped()."),
+    "traced": (lambda: scoped(torch.fx.symbolic_trace(nn.Sequential(nn.ReLU())), HEAD), TypeError,
         "scoped(): Sequential is traced, and makes itself a class of its own. "
-        "Call scoped() on the model that it was traced from.",
-    ),
-    "a region with scopes": (
-        lambda: autocast("cpu", policy=HEAD),
-        PolicyError,
+        "Call scoped() on the model that it was traced from."),
+    "a region with scopes": (lambda: autocast("cpu", policy=HEAD), PolicyError,
         "policy 'head' has rules for modules (*.lm_head), whose paths a region does not see. "
         "Give it to polymp.torch.scoped(model, policy), and to the region, for what runs outside "
-        "of the model, policy.at('') or none.",
-    ),
-}
+        "of the model, policy.at('') or none."),
+}  # fmt: skip
 
 
 @A_PART

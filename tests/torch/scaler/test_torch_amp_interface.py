@@ -253,22 +253,16 @@ def test_a_loss_may_be_scaled_inside_a_transform(kind: Any) -> None:
 
 # Arguments that this scaler alone has, and what is said about them.
 OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-    (
-        {"device": 1024.0},
-        TypeError,
+    ({"device": 1024.0}, TypeError,
         "device must be a name such as 'cuda' or 'cpu', got 1024.0. The first scale is "
-        "GradScaler(device, init_scale).",
-    ),
-    (
-        {"on_stuck": "ignore"},
-        ValueError,
-        "on_stuck must be 'warn', 'raise' or a function, got 'ignore'.",
-    ),
+        "GradScaler(device, init_scale)."),
+    ({"on_stuck": "ignore"}, ValueError,
+        "on_stuck must be 'warn', 'raise' or a function, got 'ignore'."),
     *(
         ({"stuck_after": x}, ValueError, f"stuck_after must be a whole number from 1 up, got {x}.")
         for x in (0, True)
     ),
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), OWN, ids=lambda v: str(v)[:40])

@@ -183,10 +183,8 @@ SCOPES = (
 )
 REFUSALS = (
     # Lightning and Fabric.
-    Refusal(
-        "an unknown precision", lambda: Precision("bf16-true"), ValueError,
-        f"Precision('bf16-true'): {MODES}",
-    ),
+    Refusal("an unknown precision", lambda: Precision("bf16-true"), ValueError,
+        f"Precision('bf16-true'): {MODES}"),
     Refusal(
         "Lightning's number for a precision", lambda: Precision(16), ValueError,  # type: ignore[arg-type]
         f"Precision(16): {MODES}",
@@ -195,17 +193,12 @@ REFUSALS = (
         "Lightning's number for no mixed precision", lambda: Precision(32), ValueError,  # type: ignore[arg-type]
         f"Precision(32): {MODES}",
     ),
-    Refusal(
-        "the Trainer's plugin in Fabric", lambda: called(fabric(Precision())), RuntimeError,
+    Refusal("the Trainer's plugin in Fabric", lambda: called(fabric(Precision())), RuntimeError,
         "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric, put the "
         "policy on the model, polymp.torch.scoped(model, policy), and write "
-        "Fabric(precision='bf16-mixed').",
-    ),
-    Refusal(
-        "a scaler for bfloat16", lambda: Precision("bf16-mixed", scaler=GradScaler("cpu")),
-        ValueError,
-        f"Precision('bf16-mixed') {NO_SCALER} Precision('16-mixed', scaler=scaler).",
-    ),
+        "Fabric(precision='bf16-mixed')."),
+    Refusal("a scaler for bfloat16", lambda: Precision("bf16-mixed", scaler=GradScaler("cpu")),
+        ValueError, f"Precision('bf16-mixed') {NO_SCALER} Precision('16-mixed', scaler=scaler)."),
     # accelerate.
     Refusal(
         "something else than an Accelerator", lambda: use(nn.Linear(1, 1)), TypeError,  # type: ignore[type-var]
@@ -213,68 +206,46 @@ REFUSALS = (
         "polymp.accelerate.use(Accelerator(...), policy=...); for a Trainer of transformers, "
         "polymp.transformers.use(trainer, policy=...).",
     ),
-    Refusal(
-        "DeepSpeed", lambda: use(DeepSpeed(mixed_precision="bf16", cpu=True), "lean"), ValueError,
+    Refusal("DeepSpeed", lambda: use(DeepSpeed(mixed_precision="bf16", cpu=True), "lean"),
+        ValueError,
         f"{ACCELERATE}: DEEPSPEED casts and scales by itself, and no policy sees it. Use DDP or "
-        "FSDP.",
-    ),
-    Refusal(
-        "too late", lambda: use(prepared(accelerator()), "lean"), ValueError,
-        f"{ACCELERATE} {LATE}",
-    ),
-    Refusal(
-        "twice", lambda: use(use(accelerator()), "lean"), ValueError,
-        f"{ACCELERATE} was called before. {TWICE}",
-    ),
-    Refusal(
-        "a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
-        f"{ACCELERATE} with mixed_precision='bf16' {NO_SCALER} {FP16}",
-    ),
-    Refusal(
-        "fp16 with GradScalerKwargs that disable the scaler",
+        "FSDP."),
+    Refusal("too late", lambda: use(prepared(accelerator()), "lean"), ValueError,
+        f"{ACCELERATE} {LATE}"),
+    Refusal("twice", lambda: use(use(accelerator()), "lean"), ValueError,
+        f"{ACCELERATE} was called before. {TWICE}"),
+    Refusal("a scaler for bf16", lambda: use(accelerator(), scaler=GradScaler("cpu")), ValueError,
+        f"{ACCELERATE} with mixed_precision='bf16' {NO_SCALER} {FP16}"),
+    Refusal("fp16 with GradScalerKwargs that disable the scaler",
         lambda: use(accelerator("fp16", kwargs_handlers=[GradScalerKwargs(enabled=False)])),
         ValueError,
         f"{ACCELERATE}: GradScalerKwargs(enabled=False) leaves float16 without a loss scaler, so "
-        "that small gradients would become zero. Leave enabled=False out.",
-    ),
-    Refusal(
-        "gradients that are added to clipped ones", accumulate_after_clipping, RuntimeError,
+        "that small gradients would become zero. Leave enabled=False out."),
+    Refusal("gradients that are added to clipped ones", accumulate_after_clipping, RuntimeError,
         f"{CLIPPED} To accumulate gradients, write Accelerator(gradient_accumulation_steps=...) "
         "and with accelerator.accumulate(model): ..., and if accelerator.sync_gradients: "
-        "accelerator.clip_grad_norm_(...).",
-    ),
+        "accelerator.clip_grad_norm_(...)."),
     # transformers.
     Refusal(
         "something else than a Trainer", lambda: use_trainer(3), TypeError,  # type: ignore[type-var]
         f"{TRANSFORMERS} takes a transformers.Trainer, got int. Write trainer = Trainer(...), "
         "and then polymp.transformers.use(trainer, policy=...).",
     ),
-    Refusal(
-        "a Trainer that has prepared its model",
+    Refusal("a Trainer that has prepared its model",
         lambda: use_trainer(prepared(trainer(bf16=True)), "lean"), ValueError,
-        f"{TRANSFORMERS} {LATE}",
-    ),
-    Refusal(
-        "a Trainer twice", lambda: use_trainer(use_trainer(trainer(bf16=True))), ValueError,
-        f"{TRANSFORMERS} was called before. {TWICE}",
-    ),
-    Refusal(
-        "DataParallel", lambda: use_trainer(two_gpus()), ValueError,
+        f"{TRANSFORMERS} {LATE}"),
+    Refusal("a Trainer twice", lambda: use_trainer(use_trainer(trainer(bf16=True))), ValueError,
+        f"{TRANSFORMERS} was called before. {TWICE}"),
+    Refusal("DataParallel", lambda: use_trainer(two_gpus()), ValueError,
         f"{TRANSFORMERS}: on 2 GPUs in one process the Trainer uses nn.DataParallel, without a "
-        "region. Start one process for each GPU: torchrun --nproc_per_node 2 ...",
-    ),
-    Refusal(
-        "a Trainer with a scaler for bf16",
+        "region. Start one process for each GPU: torchrun --nproc_per_node 2 ..."),
+    Refusal("a Trainer with a scaler for bf16",
         lambda: use_trainer(trainer(bf16=True), scaler=GradScaler("cpu")), ValueError,
-        f"{TRANSFORMERS} with mixed_precision='bf16' {NO_SCALER} {FP16}",
-    ),
+        f"{TRANSFORMERS} with mixed_precision='bf16' {NO_SCALER} {FP16}"),
     # The same combinations in every adapter.
-    Refusal(
-        "Lightning: two scalers",
-        two_of_lightning, Exception,
+    Refusal("Lightning: two scalers", two_of_lightning, Exception,
         "Received multiple values for Precision flags in `plugins`. Expected one value for each "
-        "type at most.",
-    ),
+        "type at most."),
     Refusal(
         "Lightning: another scaler",
         lambda: Precision("16-mixed", scaler=torch.amp.GradScaler("cpu")),  # type: ignore[arg-type]
@@ -292,54 +263,29 @@ REFUSALS = (
         "polymp.accelerate.use(): there are two loss scalers: scaler=... and the Accelerator's "
         "GradScalerKwargs. Leave one of them out.",
     ),
-    Refusal(
-        "transformers: two scalers",
-        two_of_the_trainer, ValueError,
-        f"{TRANSFORMERS} was called before. {TWICE}",
-    ),
-    Refusal(
-        "Keras: inside a region",
-        keras_in_a_region, RuntimeError,
+    Refusal("transformers: two scalers", two_of_the_trainer, ValueError,
+        f"{TRANSFORMERS} was called before. {TWICE}"),
+    Refusal("Keras: inside a region", keras_in_a_region, RuntimeError,
         "`with autocast(...)` marks a region for the autocast function around it, and there is "
         "none here. Wrap the function that is called from outside: polymp.jax.autocast(fn), or "
-        "autocast(fn, enabled=False) if the rest of it is to run as written.",
-    ),
-    Refusal(
-        "Lightning: float16 without a scaler",
-        lambda: Precision("16-mixed", scaler=OFF), ValueError,
-        f"Precision('16-mixed') {DISABLED}",
-    ),
-    Refusal(
-        "Lightning: rules for modules",
-        lambda: Precision("16-mixed", SCOPED), PolicyError,
-        f"{SCOPES}[Precision('16-mixed')].",
-    ),
-    Refusal(
-        "accelerate: float16 without a scaler",
-        lambda: use(accelerator("fp16"), scaler=OFF), ValueError,
-        f"polymp.accelerate.use() with mixed_precision='fp16' {DISABLED}",
-    ),
-    Refusal(
-        "transformers: float16 without a scaler",
+        "autocast(fn, enabled=False) if the rest of it is to run as written."),
+    Refusal("Lightning: float16 without a scaler", lambda: Precision("16-mixed", scaler=OFF),
+        ValueError, f"Precision('16-mixed') {DISABLED}"),
+    Refusal("Lightning: rules for modules", lambda: Precision("16-mixed", SCOPED), PolicyError,
+        f"{SCOPES}[Precision('16-mixed')]."),
+    Refusal("accelerate: float16 without a scaler", lambda: use(accelerator("fp16"), scaler=OFF),
+        ValueError, f"polymp.accelerate.use() with mixed_precision='fp16' {DISABLED}"),
+    Refusal("transformers: float16 without a scaler",
         lambda: use_trainer(trainer(fp16=True), scaler=OFF), ValueError,
-        f"polymp.transformers.use() with mixed_precision='fp16' {DISABLED}",
-    ),
-    Refusal(
-        "accelerate: no mixed precision",
-        lambda: use(accelerator("no"), SCOPED), ValueError,
-        f"{ACCELERATE}: {NO_REGION}",
-    ),
-    Refusal(
-        "transformers: no mixed precision",
-        lambda: use_trainer(trainer(), SCOPED), ValueError,
-        f"{TRANSFORMERS}: {NO_REGION}",
-    ),
-    Refusal(
-        "Keras: no mixed precision",
-        lambda: keras_model(policy=SCOPED, dtype="float32"), ValueError,
+        f"polymp.transformers.use() with mixed_precision='fp16' {DISABLED}"),
+    Refusal("accelerate: no mixed precision", lambda: use(accelerator("no"), SCOPED), ValueError,
+        f"{ACCELERATE}: {NO_REGION}"),
+    Refusal("transformers: no mixed precision", lambda: use_trainer(trainer(), SCOPED), ValueError,
+        f"{TRANSFORMERS}: {NO_REGION}"),
+    Refusal("Keras: no mixed precision", lambda: keras_model(policy=SCOPED, dtype="float32"),
+        ValueError,
         "polymp.keras.use(): dtype 'float32' is not accepted here. Write float16 (fp16), bfloat16 "
-        "(bf16), or such a dtype of torch, jax or numpy.",
-    ),
+        "(bf16), or such a dtype of torch, jax or numpy."),
 )  # fmt: skip
 
 

@@ -119,56 +119,35 @@ def test_uses_that_are_casts(use: str, x: torch.Tensor) -> None:
     assert bits(model(x)) == bits(plainly(other, x))
 
 
-HIGH_USES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
-    "read": (lambda m, x: x + m.weight[0], "read in float32 by aten.add.Tensor"),
-    "both": (
-        lambda m, x: F.linear(x, m.weight) + m.weight[0],
-        "read in float32 by aten.add.Tensor",
-    ),
-    "a block without": (in_a_block_without, "read in float32 by aten.mm.default"),
-    "inference mode": (
-        torch.inference_mode()(in_a_block_without),
-        "read in float32 by aten.mm.default",
-    ),
-    "float16": (in_another_dtype, "read in float32 by aten._to_copy.default"),
-    "columns": (
-        lambda m, x: F.linear(x[:, :4], m.weight[:, :4]),
-        "cast into another layout by aten._to_copy.default",
-    ),
-    "bits": (
-        lambda m, x: F.linear(x, m.weight) + m.weight.view(torch.int32)[0],
-        "read in float32 by aten.view.dtype",
-    ),
-    "written": (written, "written by aten.mul_.Tensor"),
-    "its cast is written": (
-        lambda m, x: F.linear(x, m.weight.to(BF16).mul_(2)),
-        "its cast is written by aten.mul_.Tensor",
-    ),
-    "its cast is returned": (lambda m, x: (x, m.weight.to(BF16)), "its cast is returned"),  # type: ignore[dict-item,return-value]
-    "dtype": (
-        lambda m, x: F.linear(x, m.weight) if m.weight.dtype is FP32 else x,
-        "its dtype is read",
-    ),
-    "dtype of a view": (
-        lambda m, x: F.linear(x, m.weight) if m.weight[0].data.dtype is FP32 else x,
-        "its dtype is read",
-    ),
-    "size in bytes": (
-        lambda m, x: F.linear(x, m.weight) + m.weight.data.element_size(),
-        "its dtype is read",
-    ),
-    "type_as": (lambda m, x: F.linear(x.type_as(m.weight), m.weight), "its dtype is read"),
-    "to another": (lambda m, x: F.linear(x.to(m.weight), m.weight), "its dtype is read"),
-    "to float32": (lambda m, x: F.linear(x, m.weight.float()), "its dtype is read"),
-    "new": (
-        lambda m, x: F.linear(x, m.weight) + torch.zeros_like(m.weight)[0],
-        "read in float32 by aten.zeros_like.default",
-    ),
-    "numpy": (
-        lambda m, x: F.linear(x, m.weight) * float(m.weight.numpy()[0, 0]),
-        "its dtype is read",
-    ),
+# What asks for the dtype of a weight, beside a product of it.
+DTYPE_USES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "dtype": lambda m, x: F.linear(x, m.weight) if m.weight.dtype is FP32 else x,
+    "dtype of a view": lambda m, x: F.linear(x, m.weight) if m.weight[0].data.dtype is FP32 else x,
+    "size in bytes": lambda m, x: F.linear(x, m.weight) + m.weight.data.element_size(),
+    "type_as": lambda m, x: F.linear(x.type_as(m.weight), m.weight),
+    "to another": lambda m, x: F.linear(x.to(m.weight), m.weight),
+    "to float32": lambda m, x: F.linear(x, m.weight.float()),
+    "numpy": lambda m, x: F.linear(x, m.weight) * float(m.weight.numpy()[0, 0]),
 }
+READ, MM = "read in float32 by aten.{}", "read in float32 by aten.mm.default"
+HIGH_USES: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], str]] = {
+    **{name: (use, "its dtype is read") for name, use in DTYPE_USES.items()},
+    "read": (lambda m, x: x + m.weight[0], READ.format("add.Tensor")),
+    "both": (lambda m, x: F.linear(x, m.weight) + m.weight[0], READ.format("add.Tensor")),
+    "a block without": (in_a_block_without, MM),
+    "inference mode": (torch.inference_mode()(in_a_block_without), MM),
+    "float16": (in_another_dtype, READ.format("_to_copy.default")),
+    "columns": (lambda m, x: F.linear(x[:, :4], m.weight[:, :4]),
+        "cast into another layout by aten._to_copy.default"),
+    "bits": (lambda m, x: F.linear(x, m.weight) + m.weight.view(torch.int32)[0],
+        READ.format("view.dtype")),
+    "written": (written, "written by aten.mul_.Tensor"),
+    "its cast is written": (lambda m, x: F.linear(x, m.weight.to(BF16).mul_(2)),
+        "its cast is written by aten.mul_.Tensor"),
+    "its cast is returned": (lambda m, x: (x, m.weight.to(BF16)), "its cast is returned"),  # type: ignore[dict-item,return-value]
+    "new": (lambda m, x: F.linear(x, m.weight) + torch.zeros_like(m.weight)[0],
+        READ.format("zeros_like.default")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("use", HIGH_USES)

@@ -350,51 +350,32 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "low_weights() takes a torch.optim.Optimizer, got 'adam'. Write: optimizer = "
         "low_weights(torch.optim.AdamW(model.parameters())).",
     ),
-    "a second call": (
-        lambda _: low_weights(low_weights(adamw(made("mlp")))),
-        TypeError,
+    "a second call": (lambda _: low_weights(low_weights(adamw(made("mlp")))), TypeError,
         "low_weights(): this LowAdamW keeps its parameters low already, with mode 'split'. Make a "
-        "new optimizer to change the mode.",
-    ),
-    "SparseAdam": (
-        lambda model: low_weights(torch.optim.SparseAdam(model.parameters())),
+        "new optimizer to change the mode."),
+    "SparseAdam": (lambda model: low_weights(torch.optim.SparseAdam(model.parameters())),
         TypeError,
         "low_weights() does not take SparseAdam: it updates the rows that have a gradient, and a "
         "step on low weights would store the whole weight again. Give the embeddings SparseAdam on "
-        "float32, and the other parameters an optimizer of their own.",
-    ),
-    "a scheduler made before": (
-        after_a_scheduler,
-        ValueError,
+        "float32, and the other parameters an optimizer of their own."),
+    "a scheduler made before": (after_a_scheduler, ValueError,
         "low_weights(): the step of this AdamW was replaced, as a learning-rate scheduler does. "
-        "Call low_weights() first, and make the scheduler with what it returns.",
-    ),
+        "Call low_weights() first, and make the scheduler with what it returns."),
     "a lazy parameter": (
-        lambda model: low_weights(adamw(nn.ModuleList([model, nn.LazyLinear(2)]))),
-        ValueError,
+        lambda model: low_weights(adamw(nn.ModuleList([model, nn.LazyLinear(2)]))), ValueError,
         "low_weights(): this AdamW has lazy parameters, which get their values in the first call "
-        "of the model. Call the model once before low_weights().",
-    ),
-    "nothing to store": (
-        lambda model: low_weights(adamw(model), keep=model),
-        ValueError,
-        "low_weights(): no parameter of this AdamW can be stored low: is in keep=.",
-    ),
+        "of the model. Call the model once before low_weights()."),
+    "nothing to store": (lambda model: low_weights(adamw(model), keep=model), ValueError,
+        "low_weights(): no parameter of this AdamW can be stored low: is in keep=."),
     "a name": (
         lambda model: low_weights(adamw(model), keep=["0.weight"]),  # type: ignore[list-item]
         TypeError,
         KEEP.format("'0.weight'"),
     ),
-    "a loss": (
-        lambda model: low_weights(adamw(model), keep=0 * model[0].weight.norm()),
-        TypeError,
-        KEEP.format("tensor(0., grad_fn=<MulBackward0>)"),
-    ),
-    "a class": (
-        lambda model: low_weights(adamw(model), keep=nn.LayerNorm),
-        TypeError,
-        KEEP.format("<class 'torch.nn.modules.normalization.LayerNorm'>"),
-    ),
+    "a loss": (lambda model: low_weights(adamw(model), keep=0 * model[0].weight.norm()), TypeError,
+        KEEP.format("tensor(0., grad_fn=<MulBackward0>)")),
+    "a class": (lambda model: low_weights(adamw(model), keep=nn.LayerNorm), TypeError,
+        KEEP.format("<class 'torch.nn.modules.normalization.LayerNorm'>")),
     **{
         f"{keep!r}": (
             lambda model, keep=keep: low_weights(adamw(model), keep=keep),
@@ -403,21 +384,17 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         )
         for keep in (3, None, "head", torch.ones(1))
     },
-    "the model": (
-        lambda model: low_weights(model),
-        TypeError,
+    "the model": (lambda model: low_weights(model), TypeError,
         "low_weights() takes a torch.optim.Optimizer, got Sequential( (0): Linear(in_features=..."
         "atures=32, out_features=4, bias=True) ). Write: optimizer = "
-        "low_weights(torch.optim.AdamW(model.parameters())).",
-    ),
+        "low_weights(torch.optim.AdamW(model.parameters()))."),
     "a function that opens no region": (
         lambda model: low_weights(adamw(model), keep=lambda: model(batch("mlp", 0)[0])),
         ValueError,
         "low_weights(keep=...): the function cast no parameter of the optimizer to bfloat16. It "
         "has to run the model in its region: with autocast(device, dtype=torch.bfloat16): "
-        "model(x).",
-    ),
-}
+        "model(x)."),
+}  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -18,7 +18,7 @@ import polymp
 from tests.conftest import need
 
 
-def _attention(training: Any) -> None:
+def attention(training: Any) -> None:
     """Queries and keys 256 times as large, and scores divided by as much again."""
     head = training.model.attention
     for layer in (head.q, head.k):
@@ -26,28 +26,28 @@ def _attention(training: Any) -> None:
     head.temperature *= 2.0**-16
 
 
-def _convolution(training: Any) -> None:
+def convolution(training: Any) -> None:
     """Images in other units: the whitening undoes it."""
     images, labels = training.batch
     training.batch = images * 2.0**-16, labels
 
 
-def _counting(training: Any) -> None:
+def counting(training: Any) -> None:
     """Counts of a shorter time: rates are larger by e**12."""
     training.model.head.bias.data += 12
     training.loss.time = math.exp(-12)
 
 
-def _recurrent(training: Any) -> None:
+def recurrent(training: Any) -> None:
     """A weight of the loss that Adam does not see."""
     training.loss.weight = 2.0**-26
 
 
-def _embedding(training: Any) -> None:
+def embedding(training: Any) -> None:
     training.model.unit.eps = 1e-8
 
 
-def _stream(training: Any) -> None:
+def stream(training: Any) -> None:
     """All that is added to the stream 2**18 times as large: the norms undo it."""
     layers = [training.model.start, *(block.down for block in training.model.blocks)]
     for layer in layers:
@@ -55,17 +55,7 @@ def _stream(training: Any) -> None:
             parameter.data *= 2.0**18
 
 
-IN_TORCH: dict[str, Callable[[Any], None]] = {
-    "attention": _attention,
-    "convolution": _convolution,
-    "counting": _counting,
-    "recurrent": _recurrent,
-    "embedding": _embedding,
-    "stream": _stream,
-}
-
-
-def _regression(training: Any) -> None:
+def regression(training: Any) -> None:
     """One value of the data is no number."""
     x, y = training.batch
     x = x.copy()
@@ -73,7 +63,7 @@ def _regression(training: Any) -> None:
     training.batch = x, y
 
 
-def _pooling(training: Any) -> None:
+def pooling(training: Any) -> None:
     """One row of the batch is masked as a whole."""
     x, mask, y = training.batch
     mask = mask.copy()
@@ -81,35 +71,25 @@ def _pooling(training: Any) -> None:
     training.batch = x, mask, y
 
 
-def _unit(training: Any) -> None:
+def unit(training: Any) -> None:
     """Data in other units: the norm undoes it."""
     x, y = training.batch
     training.batch = x * 2.0**4, y
 
 
-def _sparse(training: Any) -> None:
+def sparse(training: Any) -> None:
     """The penalty in other units: its weight undoes it."""
     training.loss = training.loss._replace(units=2.0**6)
 
 
-def _classes(training: Any) -> None:
+def classes(training: Any) -> None:
     """Scores 12 times as large, so that most classes are all but ruled out."""
     training.model.sharpness = 12.0
 
 
-def _graph(training: Any) -> None:
+def graph(training: Any) -> None:
     """Messages in other units: who receives them divides by as much."""
     training.model.neighbours.units = 2.0**12
-
-
-IN_JAX: dict[str, Callable[[Any], None]] = {
-    "regression": _regression,
-    "pooling": _pooling,
-    "unit": _unit,
-    "sparse": _sparse,
-    "classes": _classes,
-    "graph": _graph,
-}
 
 
 # How far a mended training must come, as a share of how far the healthy one comes.
@@ -118,12 +98,16 @@ ENOUGH = 0.7
 
 class Planted(NamedTuple):
     framework: str  # whose training it is planted in
-    training: str  # its name
+    plant: Callable[[Any], None]  # plants it in the training of its name
     ops: tuple[str, ...]  # what the op may be called; the gradient's, if the fault is in no op
     module: str  # where the op is called
     kinds: tuple[str, ...]  # what `Fault.kind` may be
     remedy: str  # what is suggested: "float32" for some op, "bfloat16", "scale" or "" for nothing
     unit: float = 1.0  # what the loss is measured in
+
+    @property
+    def training(self) -> str:
+        return self.plant.__name__
 
     def __str__(self) -> str:
         return f"{self.framework}-{self.training}"
@@ -132,29 +116,29 @@ class Planted(NamedTuple):
 OVER, UNDER, NUMBER = ("overflow",), ("underflow",), ("number", "underflow")
 PLANTED = (
     # the scores of an attention, before they are divided
-    Planted("torch", "attention", ("matmul", "bmm"), "attention", OVER, "float32"),
+    Planted("torch", attention, ("matmul", "bmm"), "attention", OVER, "float32"),
     # the squares of a variance, written out
-    Planted("torch", "convolution", ("mul",), "whiten", UNDER, "float32"),
+    Planted("torch", convolution, ("mul",), "whiten", UNDER, "float32"),
     # an exponential in a loss, by a policy that leaves it low
-    Planted("torch", "counting", ("exp",), "", OVER, "float32"),
+    Planted("torch", counting, ("exp",), "", OVER, "float32"),
     # gradients that are zero in float16, without a scaler: nothing is learnt
-    Planted("torch", "recurrent", ("gradient",), "", (), "scale", 2.0**-26),
+    Planted("torch", recurrent, ("gradient",), "", (), "scale", 2.0**-26),
     # 1e-8 added to a mean that is zero
-    Planted("torch", "embedding", ("add",), "unit", NUMBER, "float32"),
+    Planted("torch", embedding, ("add",), "unit", NUMBER, "float32"),
     # a residual stream of the size that bfloat16 allows
-    Planted("torch", "stream", ("linear",), "start", OVER, "bfloat16"),
+    Planted("torch", stream, ("linear",), "start", OVER, "bfloat16"),
     # a value of the data
-    Planted("jax", "regression", ("linear",), "body", ("input",), ""),
+    Planted("jax", regression, ("linear",), "body", ("input",), ""),
     # a mean over a row that is masked as a whole: 0 / 0, and a gradient that `where` does not stop
-    Planted("jax", "pooling", ("div",), "pool", ("operation",), ""),
+    Planted("jax", pooling, ("div",), "pool", ("operation",), ""),
     # a norm along a long axis, as a product of a row with itself
-    Planted("jax", "unit", ("matmul",), "unit", OVER, "float32"),
+    Planted("jax", unit, ("matmul",), "unit", OVER, "float32"),
     # a penalty that is a sum where it could be a mean
-    Planted("jax", "sparse", ("sum",), "penalty", OVER, "float32"),
+    Planted("jax", sparse, ("sum",), "penalty", OVER, "float32"),
     # the logarithm of a softmax that is zero in float16
-    Planted("jax", "classes", ("softmax",), "", UNDER, "float32"),
+    Planted("jax", classes, ("softmax",), "", UNDER, "float32"),
     # a mean as a sum by a product, divided afterwards
-    Planted("jax", "graph", ("linear",), "neighbours", OVER, "float32"),
+    Planted("jax", graph, ("linear",), "neighbours", OVER, "float32"),
 )  # fmt: skip
 each = pytest.mark.parametrize("case", PLANTED, ids=str)
 
@@ -167,7 +151,7 @@ def made(case: Planted) -> Any:
 def spoiled(case: Planted) -> Any:
     """The training with the fault in it, and no word of which."""
     training = made(case)
-    {"torch": IN_TORCH, "jax": IN_JAX}[case.framework][case.training](training)
+    case.plant(training)
     return training
 
 

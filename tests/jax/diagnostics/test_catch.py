@@ -378,17 +378,6 @@ def test_of_several_numbers_the_one_that_broke_is_shown() -> None:
     assert raised.value.report.losses == ()
 
 
-def test_a_decorator_with_arguments() -> None:
-    @partial(catch, every=2)
-    def step(x: Any) -> Any:
-        return x * 2
-
-    step(jnp.ones(()))
-    with pytest.raises(BadStepError, match="step 1: the loss is NaN"):
-        step(jnp.full((), math.nan))
-    assert step.__name__ == "step"
-
-
 def test_a_step_without_a_loss_is_told() -> None:
     step = catch(jax.jit(lambda w, x: w - 0.1 * x.sum()))
     with pytest.warns(CatchWarning, match=r"the step returns no loss.* Return the loss\."):
@@ -427,6 +416,7 @@ def test_a_buffer_that_is_filled_again_for_each_batch() -> None:
         _ = step(w, buffer), step.check()
     fault = raised.value.report.fault
     assert (raised.value.report.step, fault.kind, fault.why[:1]) == (7, "input", "x")
+    assert step.__name__ == "step"
 
 
 def test_a_loss_as_a_number_of_a_step_whose_state_is_elsewhere() -> None:

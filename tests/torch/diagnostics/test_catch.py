@@ -183,13 +183,19 @@ def test_the_report_ends_with_what_may_help() -> None:
         assert str(report).endswith(report.remedy)
 
 
-def test_three_bad_steps_in_a_row_raise() -> None:
-    step = catch(Training("mlp", "fp32").step, on_bad="report")
-    step(1.0)
-    for _ in range(2):
-        with pytest.warns(CatchWarning, match="the loss is NaN"):
-            step(BAD)
+@pytest.mark.parametrize("repeatable", [True, False])
+def test_three_bad_steps_in_a_row_raise(repeatable: bool) -> None:
+    """Also those that read their batches themselves, so that repeating them reads others."""
+    training, batches = Training("mlp", "fp32"), iter([1.0, 0.5, *[BAD] * 99])
+    inner = training.step if repeatable else lambda _: training.step(next(batches))
+    step = catch(inner, on_bad="report")
+    step(1.0), step(0.5)
+    with pytest.warns(CatchWarning, match="the loss is NaN") as told:
+        [step(BAD) for _ in range(2)]
+    assert ("Repeating step 0 gave" in str(told[0].message)) != repeatable
+    assert len(told) == 2
     report_of(step, BAD)
+    assert step.__name__ == inner.__name__
 
 
 class Net(nn.Module):
@@ -386,23 +392,6 @@ def test_a_step_that_reads_other_batches_when_repeated_is_told() -> None:
         step()
 
 
-def test_three_bad_steps_in_a_row_that_cannot_be_repeated_raise() -> None:
-    net, batches = nn.Linear(2, 1), iter([*torch.eye(2), *torch.full((9, 2), BAD)])
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    @functools.partial(catch, of=optimizer, on_bad="report")
-    def step() -> torch.Tensor:
-        return net(next(batches)).sum()
-
-    step()
-    step()
-    for _ in range(2):
-        with pytest.warns(CatchWarning):
-            step()
-    with pytest.raises(BadStepError):
-        step()
-
-
 class Loader(torch.utils.data.DataLoader[Any]):
     """As accelerate's: it has a state only with another package."""
 
@@ -519,18 +508,6 @@ def test_a_step_without_a_loss_is_told(scaling: str) -> None:
     step = catch(lambda x: (training.step(x), None)[1])
     with pytest.warns(CatchWarning, match="the step returns no loss.* Return the loss"):
         step(1.0)
-
-
-def test_a_decorator_with_arguments() -> None:
-    training = Training("mlp", "fp32")
-
-    @functools.partial(catch, on_bad="report", of=[training.model])
-    def step(x: Any) -> Any:
-        return training.step(x)
-
-    with pytest.warns(CatchWarning, match="step 0: the loss is NaN"):
-        step(BAD)
-    assert step.__name__ == "step"
 
 
 def test_an_optimizer_in_a_list_in_a_dict_and_a_schedule_are_found() -> None:

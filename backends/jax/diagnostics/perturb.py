@@ -47,8 +47,6 @@ _Arrays = dict[str, jax.Array]
 class Program:
     """A function at arguments, traced once."""
 
-    backend = "jax"
-
     def __init__(
         self,
         fn: Callable[..., object],

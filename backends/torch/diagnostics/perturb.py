@@ -79,7 +79,6 @@ def moved(seed: int) -> OpStream:
 class Program:
     """A function and its arguments."""
 
-    backend = "torch"
     _writes = False  # True if it writes into its arguments, which can be no leaves then
 
     def __init__(

@@ -8,6 +8,12 @@ import torch
 import torch.nn as nn
 
 
+def ranks() -> int:
+    """Return how many ranks there are: 1 without a process group."""
+    there = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if there else 1
+
+
 @cache
 def talks(op: torch._ops.OpOverload) -> bool:
     """Return whether an op talks to other ranks."""

@@ -280,7 +280,7 @@ class Catch(CaughtStep[P, R]):
         return any(map(bool, bad_by_device(self._copy.trained().values())))
 
     def _broke(self, error: BaseException) -> bool:
-        if _ranks() > 1 or isinstance(error, torch.OutOfMemoryError):
+        if distributed.ranks() > 1 or isinstance(error, torch.OutOfMemoryError):
             return False  # other ranks have no error
         try:
             if self._checks.now() or self._bad_state():
@@ -370,7 +370,7 @@ def _has_scaler(objects: TrainingObjects) -> bool:
 
 def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
     """Send the host whether one is true, on any rank; all ranks have to ask."""
-    ranks = _ranks()
+    ranks = distributed.ranks()
     if not bad and ranks == 1:
         return []
     bad = bad or [torch.zeros((), dtype=torch.bool, device=_device())]
@@ -380,7 +380,8 @@ def _sent(bad: Sequence[torch.Tensor]) -> list[AsyncCopy]:
 
 
 def _alone() -> bool:
-    return _ranks() == 1 or _device().type == "cpu"  # on which all ranks learn of it at once
+    # On a CPU all ranks learn of it at once.
+    return distributed.ranks() == 1 or _device().type == "cpu"
 
 
 def bad_by_device(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -415,7 +416,7 @@ def _values(t: torch.Tensor) -> torch.Tensor:
 
 def any_rank(found: bool) -> bool:
     """Return whether any rank found something; all ranks have to ask."""
-    if _ranks() == 1:
+    if distributed.ranks() == 1:
         return found
     return bool(over_ranks(torch.tensor(found, device=_device())))
 
@@ -427,11 +428,7 @@ def over_ranks(found: torch.Tensor) -> torch.Tensor:
     return most.bool()
 
 
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def _device() -> torch.device:
     """Return a device on which ranks can talk."""
-    nccl = _ranks() > 1 and "nccl" in str(dist.get_backend())
+    nccl = distributed.ranks() > 1 and "nccl" in str(dist.get_backend())
     return torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu")

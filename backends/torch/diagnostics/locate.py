@@ -318,7 +318,7 @@ class _Meeting:
 
     def __init__(self) -> None:
         # True once the ranks have met, and from the start where there are no others.
-        self.met: bool = not (dist.is_available() and dist.is_initialized())
+        self.met: bool = distributed.ranks() == 1
         self.with_others: bool = False
 
     def module(self, module: nn.Module, _: Any) -> None:
@@ -328,11 +328,10 @@ class _Meeting:
 
     def wait(self, what: str) -> None:
         """Wait for the other ranks, once."""
-        ranks = 1 if self.met else dist.get_world_size()
-        self.met = True
-        if ranks == 1:
+        if self.met:
             return
-        self.with_others = True
+        self.met = self.with_others = True
+        ranks = distributed.ranks()
         store = dist.distributed_c10d.PrefixStore("polymp.locate", distributed.default_store())
         came = store.add("came", 1)
         full = -(-came // ranks) * ranks

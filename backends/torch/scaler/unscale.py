@@ -217,9 +217,7 @@ def rank_groups(optimizer: torch.optim.Optimizer, given: Any = None) -> RankGrou
     # group of all ranks replaces the others. The one that the caller gives comes last: ranks may
     # hold other parameters, on other meshes, and every rank of a mesh is then done with the mesh
     # before it waits for ranks outside of it.
-    if not dist.is_available() or not dist.is_initialized():
-        return RankGroups((), True)
-    if (world := dist.get_world_size()) == 1:
+    if (world := distributed.ranks()) == 1:
         return RankGroups((), True)
     if given is not None and dist.get_world_size(given) == world:
         return RankGroups((given,), True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
 import re
 from pathlib import Path
@@ -158,9 +157,6 @@ WAYS = {
     "pickle": lambda scaler, _: pickle.loads(pickle.dumps(scaler)),
     "copy": lambda scaler, _: copy.copy(scaler),
     "deepcopy": lambda scaler, _: copy.deepcopy(scaler),
-    "json": lambda scaler, _: GradScaler().load_state_dict(
-        json.loads(json.dumps(scaler.state_dict()))
-    ),
     "orbax": by_standard_orbax,
     "orbax, pytree": by_pytree_orbax,
     "orbax, json": by_state_dict_in_orbax,

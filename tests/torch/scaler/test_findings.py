@@ -60,24 +60,6 @@ def test_step_skipped_before_and_after_step_and_update(by, bad, unscale) -> None
                 scaler.update()
 
 
-@everywhere
-@given(history=st.lists(st.sampled_from([None, INF, "loss"]), max_size=12))
-def test_skipped_steps_counts_all_of_them(by, history) -> None:
-    w, optimizer, scaler = start(by, on_stuck=lambda report: None)
-    said = scaler.skipped_steps
-    assert (said.dtype, said.shape, int(said)) == (torch.int32, (), 0)
-    for at, bad in enumerate(history, 1):
-        if bad == "loss":
-            w.grad = None
-            scaler.scale((w * NAN).sum()).backward()
-        else:
-            backward(scaler, w, bad)
-        scaler.step(optimizer)
-        scaler.update()
-        assert int(scaler.skipped_steps) == sum(b is not None for b in history[:at])
-        assert bool(scaler.step_skipped(optimizer)) == (bad is not None)
-
-
 def test_what_was_never_stepped_or_long_ago_is_an_error() -> None:
     w, optimizer, scaler = start("host")
     with pytest.raises(RuntimeError, match="in this iteration or the last: call step"):

@@ -278,15 +278,10 @@ def test_std_in_forward_mode_without_a_transform(policy: str | None) -> None:
 
 
 # Rules that torch's table does not have, for which the op has to be cast as a whole.
+WIDE = ("class:matmul", "class:convolution", "class:attention", "layer_norm")
 OTHER_RULES = {
     "name": "other rules",
-    "rules": {
-        "class:matmul": "fp32",
-        "class:convolution": "fp32",
-        "class:attention": "fp32",
-        "class:loss": "lower",
-        "layer_norm": "fp32",
-    },
+    "rules": dict.fromkeys(WIDE, "fp32") | {"class:loss": "lower"},
 }
 
 

@@ -118,10 +118,14 @@ def test_our_own_casts_do_not_outlive_a_drop() -> None:
         assert alive() is w
 
 
-@pytest.mark.parametrize("op", ["add_.Tensor", "mul_.Tensor", "mm.out", "relu_"])
-def test_an_op_that_writes_can_have_no_rule(op: str) -> None:
+@pytest.mark.parametrize(
+    ("op", "rule"),
+    [(op, "keep") for op in ("add_.Tensor", "mul_.Tensor", "mm.out", "relu_")]
+    + [("index_put_", rule) for rule in ("lower", "widest")],
+)
+def test_an_op_that_writes_can_have_no_rule(op: str, rule: str) -> None:
     with pytest.raises(PolicyError) as error:
-        autocast("cpu", policy={"name": "p", "rules": {f"aten:{op}": "keep"}})
+        autocast("cpu", policy={"name": "p", "rules": {f"aten:{op}": rule}})
     assert str(error.value) == (
         f"policy 'p' has a rule for {op!r}, which writes into an argument: the dtype of its "
         "result is given. Give the rule to the op without '_' or out=."

@@ -64,13 +64,6 @@ def test_equal_numbers_that_differ_are_told_apart(numbers):
         assert bits(fn(X, n)) == bits(plain(X, n)), n
 
 
-def test_static_arguments_are_told_apart():
-    fn = autocast(jax.jit(lambda x, kind: x @ x.T if kind == "product" else x, static_argnums=1))
-    assert fn(X, "product").dtype == jnp.bfloat16
-    assert fn(X, "same").dtype == jnp.float32
-    assert fn(X, "product").shape == (2, 2)
-
-
 def graded(x, step, rate=0.5, *, train):
     return (x @ x.T) * (rate * step) if train else x
 

@@ -2,36 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch import nn
-
-
-def losses_of_closures(
-    model: nn.Module,
-    optimizer: Any,
-    backward: Callable[[torch.Tensor], None],
-    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
-) -> list[float]:
-    """Train, and return the loss of each evaluation; `backward` is that of a framework."""
-    losses = []
-    for x, y in batches:
-
-        def closure() -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = nn.functional.mse_loss(model(x), y)  # noqa: B023
-            backward(loss)
-            losses.append(loss.item())
-            return loss
-
-        optimizer.step(closure)
-    return losses
-
 
 SMALL: dict[str, Any] = {
     "hidden_size": 32,

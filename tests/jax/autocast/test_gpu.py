@@ -25,7 +25,7 @@ from tests.shared.test_cases import computed, too_far, valued
 from tests.support import frameworks
 from tests.support.cases import OPS, Op
 from tests.support.jax import hlo
-from tests.support.jax.scaler_tools import bits
+from tests.support.jax.scaler_tools import bits, by_optax
 
 PLATFORM = "gpu"
 LOW = ("bfloat16", "float16")
@@ -192,12 +192,8 @@ def train_step(params: Any, state: Any, scaler: GradScaler, x: Any, bad: Any) ->
     def loss_fn(params: Any) -> Any:
         return jnp.mean((jnp.tanh(x @ params["w"]) @ params["v"]) ** 2)
 
-    def update(grads: Any, params: Any, state: Any) -> Any:
-        updates, state = ADAM.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     grads = jax.grad(lambda params: scaler.scale(loss_fn(params)) * bad)(params)
-    (params, state), scaler, finite = scaler.step(grads, update, params, state)
+    (params, state), scaler, finite = scaler.step(grads, by_optax(ADAM), params, state)
     return params, state, scaler, finite
 
 

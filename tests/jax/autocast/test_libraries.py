@@ -20,6 +20,7 @@ from numpyro.infer import SVI, Trace_ELBO, autoguide
 from polymp.jax import GradScaler, autocast
 from tests.support.jax.corpus import corpus
 from tests.support.jax.corpus_runs import problem
+from tests.support.jax.scaler_tools import by_optax
 from tests.support.jax.walker import products
 
 STEPS = 60
@@ -36,12 +37,8 @@ def train(loss: Any, params: Any, data: Any, scaled: bool) -> tuple[list[float],
             value = loss(params, *data)
             return scaler.scale(value), value
 
-        def update(grads, params, state):
-            updates, state = optimizer.update(grads, state, params)
-            return optax.apply_updates(params, updates), state
-
         grads, value = jax.grad(scaled_loss, has_aux=True)(params)
-        (params, state), scaler, _ = scaler.step(grads, update, params, state)
+        (params, state), scaler, _ = scaler.step(grads, by_optax(optimizer), params, state)
         return params, state, scaler, value, grads
 
     carry = params, optimizer.init(params), GradScaler(enabled=scaled, growth_interval=20)

@@ -19,7 +19,7 @@ from jax import lax
 
 from polymp.errors import BadStepError, CatchWarning
 from polymp.jax import GradScaler, autocast, catch
-from tests.support.jax.scaler_tools import bits
+from tests.support.jax.scaler_tools import bits, by_optax
 from tests.support.sizes import size
 
 TX = optax.adam(1e-2)
@@ -41,16 +41,12 @@ def train_step(dtype: str, donate: bool) -> Any:
     """A step that returns its state and the loss, with a scaler that is off in bfloat16."""
     low = autocast(loss_fn, dtype=dtype)
 
-    def update(grads: Any, params: Any, moments: Any) -> Any:
-        updates, moments = TX.update(grads, moments, params)
-        return optax.apply_updates(params, updates), moments
-
     def step(params: Any, moments: Any, scaler: GradScaler, x: Any) -> Any:
         def scaled(params: Any) -> Any:
             return scaler.scale(loss := low(params, x)), loss
 
         grads, loss = jax.grad(scaled, has_aux=True)(params)
-        (params, moments), scaler, _ = scaler.step(grads, update, params, moments)
+        (params, moments), scaler, _ = scaler.step(grads, by_optax(TX), params, moments)
         return params, moments, scaler, loss
 
     return jax.jit(step, donate_argnums=(0, 1, 2) if donate else ())

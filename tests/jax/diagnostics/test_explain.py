@@ -26,7 +26,7 @@ from polymp.jax import GradScaler, autocast, explain
 from polymp.rules.row import LOW, Rule
 from tests.jax.autocast.test_random_policies import MINE, arguments, function, mine
 from tests.support import random_policies as programs
-from tests.support.jax.scaler_tools import bits
+from tests.support.jax.scaler_tools import bits, by_optax
 from tests.support.sizes import size
 
 X, W = jnp.ones((4, 8)), jnp.ones((8, 8)) / 8
@@ -242,12 +242,9 @@ def test_a_whole_train_step() -> None:
     optimizer, scaler = optax.adamw(1e-3), GradScaler()
 
     def step(w: Any, state: Any, scaler: Any, x: Any) -> Any:
-        def update(grads: Any, w: Any, state: Any) -> Any:
-            changes, state = optimizer.update(grads, state, w)
-            return optax.apply_updates(w, changes), state
-
         region = autocast(lambda w: layers(x, w), dtype="float16")
-        return scaler.step(jax.grad(lambda w: scaler.scale(region(w)))(w), update, w, state)
+        grads = jax.grad(lambda w: scaler.scale(region(w)))(w)
+        return scaler.step(grads, by_optax(optimizer), w, state)
 
     args = W, optimizer.init(W), scaler, X
     report = explain(step, *args)

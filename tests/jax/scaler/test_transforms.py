@@ -16,7 +16,7 @@ from jax import export
 
 from polymp.jax import GradScaler, autocast, upper
 from tests.support.jax.hlo import AS_FOR_USERS
-from tests.support.jax.scaler_tools import flat, with_shape
+from tests.support.jax.scaler_tools import by_optax, flat, with_shape
 
 
 def test_a_batch_of_scalers_under_vmap():
@@ -88,20 +88,15 @@ def adam_step(scaler: GradScaler, w: Any, state: Any, x: Any, penalty: float = 0
             loss += penalty * (w**2).sum()
         return scaler.scale(loss), loss
 
-    def update(grads: Any, w: Any, state: Any) -> Any:
-        updates, state = ADAM.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
-
     grads, loss = jax.grad(scaled_loss, has_aux=True)(w)
-    return scaler.step(grads, update, w, state, loss=loss)
+    return scaler.step(grads, by_optax(ADAM), w, state, loss=loss)
 
 
 def by_select(scaler: GradScaler, w: Any, state: Any, x: Any) -> Any:
     """Take a step as other packages do: divide, step, and select."""
     grads = jax.grad(lambda w: scaler.scale(((x @ w) ** 2).mean()))(w)
     grads, finite = scaler.unscale(grads)
-    updates, new_state = ADAM.update(grads, state, w)
-    new = optax.apply_updates(w, updates), new_state
+    new = by_optax(ADAM)(grads, w, state)
     kept = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, (w, state))
     return kept, scaler.update(finite), finite
 
@@ -213,13 +208,8 @@ def sgd(grads, w):
 
 
 def by_optimizer(scaler, loss, w):
-    optimizer = optax.chain(optax.identity(), optax.sgd(1e4))
-
-    def update(grads, w, state):
-        updates, state = optimizer.update(grads, state, w)
-        return optax.apply_updates(w, updates), state
-
-    (w, _), _, finite = scaler.step(gradients(scaler, loss, w), update, w, optimizer.init(w))
+    optimizer, grads = optax.chain(optax.identity(), optax.sgd(1e4)), gradients(scaler, loss, w)
+    (w, _), _, finite = scaler.step(grads, by_optax(optimizer), w, optimizer.init(w))
     return w, finite
 
 

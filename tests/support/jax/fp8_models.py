@@ -19,6 +19,7 @@ from polymp import fp8
 from polymp.fp8 import RECIPES, Recipe
 from polymp.jax import GradScaler, autocast, lower
 from tests.support import fp8_numpy
+from tests.support.jax.scaler_tools import by_optax
 
 NAMES = tuple(RECIPES)
 Params = dict[str, jax.Array]
@@ -102,12 +103,8 @@ def _step(policy: Any, params: Any, state: Any, scaler: Any, x: Any) -> Any:
         found = fn(params, x)
         return scaler.scale(found), found
 
-    def update(grads: Any, params: Any, state: Any) -> Any:
-        updates, state = OPTIMIZER.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
-
     grads, found = jax.grad(scaled, has_aux=True)(params)
-    (params, state), scaler, _ = scaler.step(grads, update, params, state)
+    (params, state), scaler, _ = scaler.step(grads, by_optax(OPTIMIZER), params, state)
     return found, params, state, scaler
 
 

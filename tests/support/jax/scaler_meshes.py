@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from polymp.backends.jax.scaler import tree_math
 from polymp.jax import GradScaler
+from tests.support.jax.scaler_tools import by_optax
 
 SICK = 3  # the device whose gradient is made infinite
 
@@ -50,15 +51,11 @@ def explicit() -> dict[str, Any]:
         adam = optax.adam(0.5)
         state = adam.init(w)
 
-        def update(grads: Any, w: Any, state: Any) -> Any:
-            updates, state = adam.update(grads, state, w)
-            return optax.apply_updates(w, updates), state
-
         found = {}
         for kind, value in (("healthy", 1.0), ("sick", jnp.inf)):
             grads = w.at[SICK].set(value, out_sharding=NamedSharding(mesh, P("data")))
             (after, _), _, finite = jax.jit(
-                lambda g, w, state: GradScaler(8.0).step(g, update, w, state)
+                lambda g, w, state: GradScaler(8.0).step(g, by_optax(adam), w, state)
             )(grads, w, state)
             found[f"explicit-{kind}"] = {
                 "updates": (after - w).tolist(),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from polymp.jax import GradScaler
 from polymp.scaling import ScaleState
@@ -23,6 +24,16 @@ def values(scaler: GradScaler) -> tuple[float, int]:
 def numbers(state: ScaleState) -> ScaleState:
     """A state as Python numbers."""
     return ScaleState(float(state.scale), *(int(n) for n in state[1:]))
+
+
+def by_optax(optimizer: Any) -> Callable[[Any, Any, Any], Any]:
+    """The update that `GradScaler.step` takes: of parameters, and of an optimizer's state."""
+
+    def update(grads: Any, params: Any, state: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    return update
 
 
 def kinds(tree: Any) -> list[tuple[str, tuple[int, ...]]]:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import polymp
 from polymp.torch import GradScaler, autocast
+from tests.support.torch import saved_dtypes
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_gw_hp")
 
@@ -103,19 +104,9 @@ def saved(
     model: nn.Module, x: torch.Tensor, policy: Any, loss: Callable[[torch.Tensor], Any] | None
 ) -> list[torch.UntypedStorage]:
     """All memory that a forward pass saves for backward, parameters aside."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    seen: dict[int, torch.UntypedStorage] = {}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        memory = t.untyped_storage()
-        if memory.data_ptr() not in own:
-            seen[memory.data_ptr()] = memory
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        with autocast("cpu", torch.bfloat16, policy=policy):
-            (loss or model)(x)
-    return list(seen.values())
+    with autocast("cpu", torch.bfloat16, policy=policy):
+        found = saved_dtypes.held(lambda: (loss or model)(x), list(model.parameters()))
+    return list({m.data_ptr(): m for m in (t.untyped_storage() for t in found)}.values())
 
 
 def saved_bytes(

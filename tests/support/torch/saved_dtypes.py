@@ -23,26 +23,30 @@ class Saved(NamedTuple):
     bytes: int
 
 
+def held(forward: Callable[[], Any], parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that a forward pass saves, but for parameters."""
+    own, found = {p.untyped_storage()._cdata for p in parameters}, []
+
+    def hold(tensor: torch.Tensor) -> torch.Tensor:
+        found.append(tensor.detach())  # kept, or another would come to lie where it was
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        forward()
+    return [tensor for tensor in found if tensor.untyped_storage()._cdata not in own]
+
+
 def saved(forward: Callable[[], Any], parameters: list[torch.Tensor]) -> list[Saved]:
     """Return the storages that a forward pass saves, each once, without parameters and copies.
 
     A copy of a parameter is a tensor of its shape, or of its transpose's, in another dtype.
     """
-    own = {p.untyped_storage()._cdata for p in parameters}
     weights = {tuple(shape) for p in parameters for shape in (p.shape, p.t().shape)}
     found: dict[int, Saved] = {}
-    alive = []
-
-    def hold(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        alive.append(storage)  # or another would come to lie where it was
-        if storage._cdata not in own and tuple(tensor.shape) not in weights:
-            dtype = str(tensor.dtype).removeprefix("torch.")
+    for tensor in held(forward, parameters):
+        if tuple(tensor.shape) not in weights:
+            storage, dtype = tensor.untyped_storage(), str(tensor.dtype).removeprefix("torch.")
             found.setdefault(storage._cdata, Saved(dtype, tuple(tensor.shape), storage.nbytes()))
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
-        forward()
     return list(found.values())
 
 

@@ -29,10 +29,6 @@ class Row(NamedTuple):
     columns: tuple[str, ...] = tuple(REGIONS)  # where it fails
 
 
-def spread(h: Any) -> Any:
-    return h * jnp.array([1, 0, 0, 0], h.dtype)
-
-
 # fmt: off
 ROWS = (
     Row("div", lambda h: (h + 1) / h, 0.0),
@@ -66,7 +62,7 @@ ROWS = (
     Row("linear", lambda h: h @ jnp.full((4, 4), 300, h.dtype), BIG, ("plain", "float16")),
     Row("div", lambda h: h / jnp.linalg.norm(h, axis=-1, keepdims=True), 0.0),
     Row("rsqrt", lambda h: (h - 1) * lax.rsqrt(h.var(-1, keepdims=True)), 1.0),
-    Row("log", lambda h: jnp.log(jax.nn.softmax(spread(h))), 1000.0),
+    Row("log", lambda h: jnp.log(jax.nn.softmax(h * jnp.array([1, 0, 0, 0], h.dtype))), 1000.0),
     Row("log", lambda h: jnp.log(1 - jax.nn.sigmoid(h)), 100.0),
     Row("softmax", lambda h: jax.nn.softmax(jnp.where(h > 0, h, -jnp.inf)), -1.0, RULED),
     Row("log_softmax", lambda h: jax.nn.log_softmax(jnp.where(h > 0, h, -jnp.inf)), -1.0, RULED),

@@ -291,20 +291,18 @@ def test_what_is_replayed_is_what_eager_code_does(captured: str, name: str, clip
 FREE_OF_CHARGE = "view unbind select slice detach empty alias profiler record".split()
 
 
-def launched(op: Any, *_: Any) -> bool:
-    """True for what starts something on a device; a list of tensors is one."""
-    return not any(free in str(op) for free in FREE_OF_CHARGE)
-
-
 def launches(kind: Any, count: int, steps: int = 24, **options: Any) -> list[tuple[int, ...]]:
-    """In `scale`, `step` and `update` of each iteration of a fused optimizer."""
+    """In `scale`, `step` and `update` of a fused optimizer; one for a list of tensors."""
     weights = [torch.ones(3, requires_grad=True) for _ in range(count)]
     optimizer = torch.optim.AdamW(weights, fused=True)
     scaler, seen = kind("cpu", **options), []
     for _ in range(steps):
         optimizer.zero_grad()
         loss = sum(w.sum() for w in weights)
-        parts = [EachOp(launched) for _ in range(3)]
+        parts = [
+            EachOp(lambda op, *_: not any(free in str(op) for free in FREE_OF_CHARGE))
+            for _ in range(3)
+        ]
         with parts[0]:
             scaled = scaler.scale(loss)
         scaled.backward()

@@ -53,10 +53,6 @@ def polymps(**options: Any) -> GradScaler:
     return GradScaler("cpu", **{"init_scale": 64.0, "growth_interval": 3} | options)
 
 
-def torchs(**options: Any) -> torch.amp.GradScaler:
-    return torch.amp.GradScaler("cpu", **{"init_scale": 64.0, "growth_interval": 3} | options)
-
-
 histories = st.text("++-?", max_size=10)
 ours = st.fixed_dictionaries(
     {
@@ -76,7 +72,7 @@ every = pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=size(5, 20))
 @given(history=st.text("++-", max_size=8), after=st.text("++-", min_size=1, max_size=8))
 def test_out_of_torchs_scaler(kind, history, after) -> None:
-    one = Run(torchs(), kind)
+    one = Run(torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3), kind)
     one.play(history)
     other = Run(polymps(init_scale=2.0, growth_interval=7, hysteresis=0), kind)
     other.play("+--")

@@ -91,15 +91,12 @@ def same(ours: Any, theirs: Any) -> bool:
     )
 
 
-def loss(outputs: Any) -> torch.Tensor:
-    return torch.stack([t.float().square().mean() for t in tree_leaves(outputs)]).sum()
-
-
 def gradients(outputs: Any, module: nn.Module, like: nn.Module | None = None) -> list[Any]:
     """Gradients of the parameters, in the order in which `like` names them."""
     own = dict(module.named_parameters())
     asked = [own[name] for name, _ in (like or module).named_parameters()]
-    return list(torch.autograd.grad(loss(outputs), asked, materialize_grads=True))
+    loss = sum(t.float().square().mean() for t in tree_leaves(outputs))
+    return list(torch.autograd.grad(loss, asked, materialize_grads=True))
 
 
 def check(

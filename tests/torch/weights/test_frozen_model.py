@@ -102,14 +102,10 @@ def test_a_checkpoint_is_rounded_as_freezing_rounds_it(x: torch.Tensor) -> None:
     assert ours["first.weight"].dtype is BF16
 
 
-def pickled(model: Any) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
 saved = partial(through_file, weights_only=False)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved])
 @pytest.mark.parametrize("policy", [None, "lean"])
 def test_it_goes_with_copies(way, policy, x) -> None:
     model = Mixed().eval()

@@ -53,7 +53,7 @@ DOCUMENTED := polymp backends
 
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-# The marks of what make test asks; .ci/run asks all, as test-long does of its own.
+# The marks of the tests that make test asks; .ci/run asks all of them, of the sizes of test-long.
 ASKED ?= not long
 
 # The tests that are part of lint.

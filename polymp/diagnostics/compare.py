@@ -294,7 +294,7 @@ def compare(
 
     Raises:
         RecordError: a file is no record, the runs have other numbers of ranks, or they share no
-            step, or no call.
+            step, or no array but zeros, ones and single numbers.
         TypeError: an argument is neither a path nor a record, or `modules` no dict of paths.
     """
     if modules is not None and not (

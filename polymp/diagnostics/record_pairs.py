@@ -11,6 +11,7 @@ the numbers themselves. `spreads` has the spread.
     partner   the array of the other run that one is held against: that in its place of the program,
               by module, op, shape and order, or its twin
     twin      the array of the other run that has the same values, but for rounding
+    weak      of twins: rounding explains so much that arrays of other values would be twins, too
     passed    what only one run has, but what reads it has a twin: it vouches for what it reads
 """
 

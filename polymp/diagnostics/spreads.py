@@ -93,10 +93,8 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
             terms = min(max((*norms, size)) / size, MOST)
             a = a._replace(terms=terms, own=a.own * terms)
         elif hidden(a, read_in):  # it is that of the scores
-            size = (
-                max((x.values[RMS] for x in read_in if x.values[AMAX] <= _LARGE), default=0.0)
-                or 1.0
-            )
+            scores = (x for x in read_in if x.values[AMAX] <= _LARGE)
+            size = max((x.values[RMS] for x in scores), default=0.0) or 1.0
         if a.kind != INPUT and a.dtype in FORMATS:
             least, unit = FORMATS[a.dtype].smallest_subnormal / 2, unit_roundoff(a.dtype)
             if a.kind == UPDATE:  # rounded as the new weight is

@@ -182,7 +182,7 @@ class Recorder:
 
 def _described(model: nn.Module | None) -> dict[str, Any]:
     """Return the fields of the header."""
-    several = dist.is_available() and dist.is_initialized()
+    ranks = distributed.ranks()
     first = next(model.parameters(), None) if model is not None else None
     return {
         "framework": "torch",
@@ -190,8 +190,8 @@ def _described(model: nn.Module | None) -> dict[str, Any]:
         "model": type(model).__name__ if model is not None else "",
         "device": str(first.device) if first is not None else str(torch.get_default_device()),
         "threads": torch.get_num_threads(),
-        "rank": dist.get_rank() if several else 0,
-        "ranks": dist.get_world_size() if several else 1,
+        "rank": dist.get_rank() if ranks > 1 else 0,
+        "ranks": ranks,
     }
 
 

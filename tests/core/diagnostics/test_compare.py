@@ -487,7 +487,7 @@ def test_a_loss_that_agrees_by_chance_hides_no_fault_before_first_updates_of_ada
 
 
 def test_noise_is_no_counterpart_where_weights_are_packed() -> None:
-    """What only the updates of packed weights read, and noise, is compared in neither run."""
+    """Arrays that only updates of packed weights read are compared in neither run; nor is noise."""
 
     def ran(rows: int, seed: int, *more: Call) -> list[RecordedArray]:
         packed: Call = "weight", "packed", lambda: normal(9, rows), ()

@@ -115,7 +115,7 @@ def pass_on(device: str) -> None:
     def kernel(keys: torch._C.DispatchKeySet, *args: object, **kwargs: object) -> Any:
         return passed(keys, args, kwargs)
 
-    dispatcher.put(_library, "abs", kernel, key)
+    dispatcher.put(_library, {"abs": kernel}, key)
 
 
 def functions(what: str, ops: int) -> list[Callable[[torch.Tensor], torch.Tensor]]:

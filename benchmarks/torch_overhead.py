@@ -89,7 +89,7 @@ pass_on = dispatcher.passing_on(op, key)
 def kernel(keys, *args, **kwargs):
     return pass_on(keys, args, kwargs)
 library = torch.library.Library("aten", "IMPL")
-dispatcher.put(library, "add_.Tensor", kernel, key)
+dispatcher.put(library, {"add_.Tensor": kernel}, key)
 """
 
 # Of polymp.torch beyond torch. The garbage collector goes once through all that torch has made, in

@@ -87,18 +87,19 @@ def put(device: str, ops: Sequence[str]) -> None:
             )
         return
     for name in ops:
-        if (device, name) not in now.ops and _put_in(dispatcher.library_of(name), device, name):
+        if (device, name) not in now.ops and _put_in(dispatcher.library_of(name), device, [name]):
             now.ops.add((device, name))
 
 
-def _put_in(library: torch.library.Library, device: str, name: str) -> bool:
-    """Put our kernel, of a library, on the device's autocast key; return whether there is one."""
+def _put_in(library: torch.library.Library, device: str, names: Sequence[str]) -> bool:
+    """Put our kernels, of a library, on the device's autocast key; return whether there are any."""
     key = str(dispatcher.autocast_key(device))
-    kernel = autocast_kernel.make(name, device, key)
-    if kernel is not None:
+    made = ((name, autocast_kernel.make(name, device, key)) for name in names)
+    kernels = {name: kernel for name, kernel in made if kernel is not None}
+    for name in kernels:
         put_in_front(name)
-        dispatcher.put(library, name, kernel, key)
-    return kernel is not None
+    dispatcher.put(library, kernels, key)
+    return bool(kernels)
 
 
 # While a record of decisions is made: torch's own kernels record nothing.
@@ -137,9 +138,8 @@ def _cover(device: str) -> None:
     region_casts.watch(device)
     named = {overload for op in vocabulary().ops.values() for overload in op.aten}
     if dispatcher.autocast_key(device) is not None:
-        for name in sorted(named):
-            if "::" not in name and (device, name) not in now.ops:
-                _put_in(library, device, name)
+        own = (name for name in sorted(named) if "::" not in name)
+        _put_in(library, device, [name for name in own if (device, name) not in now.ops])
 
 
 # Modules in whose functions a thread waits, and calls nothing of torch's.
@@ -165,4 +165,4 @@ def put_in_front(name: str) -> None:
     """Put one for an op, once, if torch has the op."""
     kernel = autocast_kernel.make_in_front(name)
     if kernel is not None:
-        dispatcher.put(dispatcher.library_of(name), name, kernel, dispatcher.FUNC_FRONT)
+        dispatcher.put(dispatcher.library_of(name), {name: kernel}, dispatcher.FUNC_FRONT)

@@ -138,7 +138,7 @@ def watch(device: str) -> None:
         ops = (getattr(packet, variant) for variant in packet.overloads())
         for op in filter(dispatcher.is_dispatched, ops):
             name = op.name().removeprefix("aten::")
-            dispatcher.put(dispatcher.library_of(name), name, _writer(op, key), key)
+            dispatcher.put(dispatcher.library_of(name), {name: _writer(op, key)}, key)
 
 
 @cache

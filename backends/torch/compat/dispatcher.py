@@ -2,7 +2,7 @@
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -180,12 +180,15 @@ def destroy(library: torch.library.Library) -> None:
     library._destroy()
 
 
-def put(library: torch.library.Library, name: str, kernel: Callable[..., Any], key: str) -> None:
-    """Register a kernel that takes the keyset first, in place of any other on the key."""
+def put(
+    library: torch.library.Library, kernels: Mapping[str, Callable[..., Any]], key: str
+) -> None:
+    """Register kernels that take the keyset first, in place of any other on the key."""
     # torch warns once when a kernel is replaced; here that is intended.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Warning only once for all operators")
-        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, key, with_keyset=True, allow_override=True)
 
 
 # The keys of kernels that are made of other ops, which run if the device has none of its own.

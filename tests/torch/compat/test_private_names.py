@@ -150,7 +150,7 @@ def test_the_front_key_is_where_torch_func_looks_first():
         seen.append(x.shape)
         return front.call_boxed(keys, x)
 
-    dispatcher.put(library, "twice", kernel, dispatcher.FUNC_FRONT)
+    dispatcher.put(library, {"twice": kernel}, dispatcher.FUNC_FRONT)
     assert torch.equal(torch.func.vmap(op)(torch.ones(3, 2)), torch.full((3, 2), 2.0))
     assert seen == [(2,)], "the kernel did not see one row of the batch"
     assert torch.equal(op(torch.ones(2)), torch.full((2,), 2.0))
@@ -226,7 +226,7 @@ def test_kernels_of_a_library_go_and_the_old_ones_come_back():
     with torch.autocast("cpu"):
         before = torch.erfinv(x).dtype
         library = torch.library.Library("aten", "IMPL")
-        dispatcher.put(library, "erfinv", kernel, "AutocastCPU")
+        dispatcher.put(library, {"erfinv": kernel}, "AutocastCPU")
         torch.erfinv(x)
         dispatcher.destroy(library)
         dispatcher.destroy(library)  # again: it is gone
@@ -242,7 +242,7 @@ def test_a_kernel_goes_over_one_of_another_library():
         for number in (1, 2):
             library = torch.library.Library("aten", "IMPL")
             stack.callback(dispatcher.destroy, library)
-            dispatcher.put(library, "erfinv", lambda keys, x, n=number: x + n, "AutocastCPU")
+            dispatcher.put(library, {"erfinv": lambda keys, x, n=number: x + n}, "AutocastCPU")
         with torch.autocast("cpu"):
             assert torch.equal(torch.erfinv(x), x + 2)
 

@@ -110,6 +110,8 @@ class Magnitudes(NamedTuple):
 
     def unmasked(self) -> "Magnitudes":
         """The same values without Inf, where that is a mask's."""
+        if not (self.inf or self.bins[INF]):
+            return self
         bins, kept = (*self.bins[:INF], 0, *self.bins[INF + 1 :]), self.counted - self.bins[INF]
         return self._replace(bins=bins, counted=kept, inf=False, burst=0.0)
 

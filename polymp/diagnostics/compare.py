@@ -525,7 +525,7 @@ def beside(names: tuple[str, str], row: Compared) -> list[str]:
             "rule": a.rule,
             "shape": " x ".join(map(str, a.shape)) or "a number",
             "rms, largest": f"{a.values[RMS]:.7g}, {a.values[AMAX]:.7g}" if a.bad < a.size else "",
-            "Inf and NaN": f"{a.bad:,}" if a.bad else "",
+            "Inf, NaN, masked": f"{a.bad:,}" if a.bad else "",
             "some elements": "" if a.bad else ", ".join(f"{v:.6g}" for v in some),
         }
 

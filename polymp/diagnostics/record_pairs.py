@@ -44,7 +44,7 @@ from polymp.diagnostics.run_record import (
     RecordedArray,
     RecordedStep,
 )
-from polymp.diagnostics.spreads import hidden, large_mask, roundoff_of_inputs, spreads
+from polymp.diagnostics.spreads import roundoff_of_inputs, spreads
 from polymp.dtypes import FORMATS
 from polymp.rules.vocabulary import vocabulary
 
@@ -137,9 +137,10 @@ class Side:
         self.sizes = np.array([a.size for a in step.arrays], np.int64)
         self.spread = spreads(step.arrays, probes) * scale
         self.roundoff = roundoff_of_inputs(step.arrays)
-        self.large_masks = {i for i, a in enumerate(step.arrays) if large_mask(a)}
-        read = [[step.arrays[r] for r in a.reads] for a in step.arrays]
-        self.hidden = {i for i, a in enumerate(step.arrays) if hidden(a, read[i])}
+        self.masks: set[int] = set()  # arrays of which only a mask can have made the Inf
+        for i, a in enumerate(step.arrays):
+            if a.bad and self._is_mask(i):
+                self.masks.add(i)
         # Arrays that rounding moves by so much as no one knows.
         self.unjudged = {i for i, a in enumerate(step.arrays) if math.inf in a.spread}
         self.results = [i for i, a in enumerate(step.arrays) if a.kind == RESULT]
@@ -212,14 +213,14 @@ class Side:
         """True if not all elements of an array are the same, by which their order is known."""
         return bool(self.rms[i] - abs(self.values[i][MEAN]) > _ERROR * self.rms[i])
 
-    def masks(self, i: int) -> bool:
+    def _is_mask(self, i: int) -> bool:
         """True if only a mask can have made the Inf of an array; others may overflow in one run."""
         a = self.arrays[i]
-        within = a.dtype in FORMATS and self.largest[i] < FORMATS[a.dtype].max / 4
-        if not within or not (exact(a.name) or effect(a.name) == "added"):
+        if a.dtype not in FORMATS or self.largest[i] > FORMATS[a.dtype].max / 4:
             return False
-        read = (self.arrays[r] for r in a.reads)
-        return not any(0 < x.bad < x.size == a.size for x in read)
+        bad = {r for r in a.reads if self.arrays[r].bad}
+        makes = a.kind == INPUT or exact(a.name) or effect(a.name) == "added"
+        return bad <= self.masks if bad else makes
 
 
 def _group(a: RecordedArray) -> tuple[str, int]:
@@ -332,12 +333,7 @@ class Pairs:
         """The same of those that can be compared; `strict` where they alone say what is a pair."""
         one, other = self.one.arrays[i], self.other.arrays[j]
         difference, allowed = self.differences(i, j)
-        if i in self.one.large_masks and j in self.other.large_masks:  # not their number
-            a, b = self.one, self.other
-            pattern, its = a.values[i] / a.largest[i], b.values[j] / b.largest[j]
-            size = max(a.largest[i], b.largest[j])
-            difference = np.abs(pattern.clip(-1, 1) - its.clip(-1, 1)) * size
-        masks = self.one.masks(i) and self.other.masks(j)
+        masks = i in self.one.masks and j in self.other.masks
         if (one.bad != other.bad) if masks else (bool(one.bad) != bool(other.bad)):
             difference = np.full(VALUES, math.inf)  # rounding alone moves none of these
         ordered = self._in_order(i, j, allowed[RMS])
@@ -378,12 +374,11 @@ class Pairs:
         What reads them may have the same values in both runs, but for rounding: the Inf tell more.
         """
         array, other = self.one.arrays[i], self.other
-        if not (array.bad and self.one.masks(i)):
+        if i not in self.one.masks:
             return None
         read = [self.twins[r] for r in array.reads if r in self.twins]
         for k in (k for j in read for k in other.readers[j]):
-            alike = other.arrays[k].bad and _group(other.arrays[k]) == _group(array)
-            if alike and k not in self.found and other.masks(k):
+            if k in other.masks - self.found and _group(other.arrays[k]) == _group(array):
                 return k
         return None
 
@@ -563,6 +558,8 @@ class Pairs:
         """True if it is known that what a call of both runs reads is in the same order."""
         alike = row.one is not None and row.other is not None and _alike(row.one, row.other)
         reads = row.one.reads if row.one is not None and alike else ()
+        if any(self.one.arrays[r].bad for r in reads):
+            return False  # a record has not the places of Inf
         pairs = ((r, self.twins[r]) for r in reads if r in self.twins and self.one.sizes[r] > 1)
         return all(len(self.comparable(*pair)[0]) == VALUES for pair in pairs)
 
@@ -598,8 +595,7 @@ class Pairs:
         left = self._not_comparable(self.one, self.other, self.partner)
         left_there = self._not_comparable(self.other, self.one, turned)
         folded = self._folded()
-        hidden = self.one.hidden & self.twins.keys()
-        kept, evidence = {*self.partner, *left} - folded - hidden, self._evidence()
+        kept, evidence = {*self.partner, *left} - folded, self._evidence()
         known = functools.reduce(operator.or_, evidence.values(), 0)
         evidence |= dict.fromkeys(_losses(self.one, self.other), known)
         evidence |= dict.fromkeys(self.ends, known)
@@ -627,21 +623,13 @@ class Pairs:
         return ours, _alone(self.other, self.one, passed_there, maybe_there, failed)
 
     def _folded(self) -> set[int]:
-        """Pairs of other numbers that may be of no effect, if what is made of them agrees.
+        """Inputs of other numbers that may be of no effect, as folded weights.
 
-        Masks, of -1e9 in one run and -Inf in the other, with what is added to them, and inputs that
-        no other call of both runs reads: the numbers of masks, and folded weights.
+        No call of both runs reads them: what is made of them has to agree.
         """
-        off = {i: self.one.arrays[i] for i in sorted(self.partner.keys() - self.twins.keys())}
-        masks: set[int] = set()
-        for i, a in off.items():
-            added = effect(a.name) == "added" and not masks.isdisjoint(a.reads)
-            both = a.bad and self.other.arrays[self.partner[i]].bad  # which have to be as many
-            if (a.name in ("where", "masked_fill") and not both) or added:
-                masks.add(i)
-        calls = self.partner.keys() - masks
-        inputs = (i for i, a in off.items() if a.kind == INPUT and self.one.readers[i])
-        return masks | {i for i in inputs if calls.isdisjoint(self.one.readers[i])}
+        off = (i for i in self.partner.keys() - self.twins.keys() if self.one.readers[i])
+        inputs = (i for i in off if self.one.arrays[i].kind == INPUT)
+        return {i for i in inputs if self.partner.keys().isdisjoint(self.one.readers[i])}
 
     def _not_comparable(self, mine: Side, theirs: Side, pairs: Mapping[int, int]) -> set[int]:
         """Updates and gradients that one run alone can have, and what these alone read."""
@@ -672,8 +660,7 @@ class Pairs:
     def _evidence(self) -> dict[int, int]:
         """Of arrays of the first run with a twin, the inputs that it is made of: a bit for each.
 
-        All of one that is made of none, as updates of running means are in torch. Of scores that a
-        mask hides nothing is known.
+        All of one that is made of none, as updates of running means are in torch.
         """
         bits: dict[int, int] = {}  # of the other run's inputs: ours with the same values
         others = self.other.input_bits.keys() & self.found - {*self.twins.values()}
@@ -682,8 +669,7 @@ class Pairs:
             if i in self.one.input_bits:
                 bits[j] = bits.get(j, 0) | self.one.input_bits[i]
         made = _made_of(self.other, bits)
-        told = self.twins.keys() - self.weak - self.one.hidden
-        return {i: made[self.twins[i]] or -1 for i in told}
+        return {i: made[self.twins[i]] or -1 for i in self.twins.keys() - self.weak}
 
     def _pair(self, i: int, j: int) -> Compared:
         one, other = self.one.arrays[i], self.other.arrays[j]

@@ -33,7 +33,7 @@ from polymp.errors import RecordError, brief
 from polymp.rules import scopes
 from polymp.versions import __version__
 
-FORMAT = 3  # of the file; a reader refuses files of another
+FORMAT = 4  # of the file; a reader refuses files of another
 
 # The numbers of an array, by place; each is of its finite elements, the others count as 0.
 AMAX, RMS, MEAN, MEAN_MAGNITUDE = range(4)
@@ -73,7 +73,7 @@ class RecordedArray(NamedTuple):
     dtype: str  # of the array
     shape: tuple[int, ...]
     zeros: int  # how many elements are zero
-    bad: int  # how many are Inf or NaN
+    bad: int  # how many are Inf, NaN or a mask's: see `masks_as_inf`
     own: float  # how far the call's own rounding moves an element, relative to `RMS`; 0 of inputs
     reads: tuple[int, ...]  # places of the recorded arrays that the call reads
     values: tuple[float, ...]  # VALUES numbers
@@ -241,6 +241,20 @@ class _Rows:
 def _squares(rows: Any) -> Any:
     """The sum of the squares of each row, in the order of BLAS."""
     return (rows[:, None] @ rows[:, :, None])[:, 0, 0]
+
+
+# The largest number of a mask, and the largest magnitude of the scores beside it.
+MASKED, _SCORES = -8e3, 1e3
+
+
+def masks_as_inf(x: Any, xp: Any, number: bool = False) -> Any:
+    """An array of the forward pass in which the numbers of a mask, such as -1e9, are -Inf."""
+    # They mean the same, and scores that are added to them lose all digits. An array has others
+    # beside them, or else is a `number`; log-likelihoods may be as large.
+    masked = x <= MASKED
+    others = xp.amax(xp.abs(xp.where(masked, 0, x)))
+    mask = (others <= _SCORES) & (number | ~masked.all())
+    return xp.where(masked & mask, -math.inf, x)
 
 
 # The same with the functions of a framework, `xp`: of an array on a device, and how far that is

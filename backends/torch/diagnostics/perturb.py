@@ -43,9 +43,10 @@ from polymp.backends.torch.diagnostics.op_call import (
 from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.diagnostics.values import is_part, real
 from polymp.backends.torch.snapshot import TrainingState, training_objects
-from polymp.diagnostics import rounding
+from polymp.diagnostics import rounding, run_record
+from polymp.diagnostics.call_record import BACKWARD
 from polymp.diagnostics.rounding import Run, movement
-from polymp.diagnostics.run_record import FAILS, RunRecord
+from polymp.diagnostics.run_record import FAILS, MASKED, RunRecord
 from polymp.rules.vocabulary import vocabulary
 
 
@@ -432,6 +433,9 @@ class Probes:
                     numbers.clamp_(t.min(), t.max())
                 self._put(t, self._move(t, numbers, by))
             if t is first and by is not None:
+                forward = ran.op_call.direction != BACKWARD
+                kept = masks_as_inf(t.detach()) if forward else t.detach()
+                by.masked_fill_(~kept.isfinite(), 0.0)  # a record has none of these
                 # Relative to the largest, squares stay in the range of a dtype.
                 top = by.abs().amax().clamp_min_(torch.finfo(by.dtype).tiny)
                 norm = top * torch.linalg.vector_norm(by.div_(top))
@@ -693,7 +697,9 @@ def movement_shares(ran: Ran, result: object, t: torch.Tensor) -> tuple[float, f
     return (operands, own) if mixes else (operands + own, 0.0)
 
 
-def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+def terms_of(
+    ran: Ran, result: Any, norm_of: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
     """Yield each result of an op that is a sum, the norm of its terms, and how far a sum is off."""
     # That is a share of the norm, which is larger than the result's where the terms cancel. The
     # square of a sum of independent terms is, in the mean, the sum of their squares.
@@ -741,6 +747,14 @@ def _magnitude(t: torch.Tensor, within: torch.dtype) -> torch.Tensor:
 def wide(t: torch.Tensor) -> torch.dtype:
     """Return a dtype in which a tensor's rounding can be told: its own, or float32."""
     return torch.float64 if t.dtype is torch.float64 else torch.float32
+
+
+def masks_as_inf(t: torch.Tensor, number: bool = False) -> torch.Tensor:
+    """Return `run_record.masks_as_inf` of a tensor; itself if it has no such numbers."""
+    if t.itemsize == 1 or not t.numel() or (t.is_cpu and not t.amin() <= MASKED):
+        return t
+    found: torch.Tensor = run_record.masks_as_inf(t, torch, number)
+    return found
 
 
 def norm_of(t: torch.Tensor) -> torch.Tensor:

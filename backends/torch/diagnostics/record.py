@@ -38,6 +38,7 @@ from polymp.backends.torch.diagnostics.op_stream import OpStream, Subscriber
 from polymp.backends.torch.diagnostics.perturb import (
     Probes,
     has_values,
+    masks_as_inf,
     movement_shares,
     norm_of,
     rounds_operands,
@@ -243,6 +244,7 @@ class _Step(Subscriber):
         self._ends: dict[tuple[str, str], _Array] = {}  # gradients and updates
         self._makers: dict[int, _Makers] = {}
         self._terms: dict[int, _Terms] = {}  # by memory
+        self._norms: dict[tuple[int, int, int], torch.Tensor] = {}  # by memory, version, elements
         self._keys = modes.KeptKeys()
         self._reads: dict[_Array, None] = {}  # what the op that runs reads
         # The last array, whose numbers are not summed up yet, for its call may compute more.
@@ -356,11 +358,24 @@ class _Step(Subscriber):
         return self._selected[place.module]
 
     def _made(self, t: torch.Tensor, makers: _Makers) -> None:
+        if key := self._kept(t):
+            self._makers[key] = makers
+
+    def _kept(self, t: torch.Tensor) -> int:
+        """Return the number of a tensor's memory, which no other gets in the step; 0 without."""
         key = modes.storage_key(t)
         if key and key not in self._makers:
             self._keys.keep(t)
-        if key:
-            self._makers[key] = makers
+            self._makers[key] = ()
+        return key
+
+    def _norm(self, t: torch.Tensor) -> torch.Tensor:
+        """Return `norm_of` a tensor: once for what is written once, and has its memory alone."""
+        if is_part(t) or t.is_inference() or not (key := self._kept(t)):
+            return norm_of(t)
+        if (of := (key, t._version, t.numel())) not in self._norms:
+            self._norms[of] = norm_of(t)
+        return self._norms[of]
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         op_call, into = ran.op_call, ran.into
@@ -383,8 +398,8 @@ class _Step(Subscriber):
                 unseen = [x for x in map(modes.storage_key, ran.reads) if x in self._terms]
                 for t in results if unseen else ():
                     self._terms[modes.storage_key(t)] = self._terms[unseen[0]]
-                for t, terms, off in terms_of(ran, result):
-                    self._terms[modes.storage_key(t)] = terms / norm_of(t), off
+                for t, terms, off in terms_of(ran, result, self._norm):
+                    self._terms[modes.storage_key(t)] = terms / self._norm(t), off
             makers: _Makers = (self._array_of(ran, result, results[0], norm),)
         else:
             makers = tuple(self._reads)
@@ -482,6 +497,10 @@ class _Step(Subscriber):
             self._sum(array, t, self._probes.of(t))
 
     def _sum(self, array: _Array, t: torch.Tensor, moved: torch.Tensor | None) -> None:
+        array.unknown = self._probes.unknown(t)
+        kind, _, _, source, direction = array.of
+        if kind in (INPUT, RESULT) and direction != BACKWARD:
+            t = masks_as_inf(t, kind == INPUT and bool(source) and t.numel() == 1)
         if t.is_cpu:
             # `numpy()` would forbid to resize the memory, for good; dynamo traces only that.
             compiling, own = torch.compiler.is_compiling(), t.to(wide(t)).resolve_neg()
@@ -489,7 +508,6 @@ class _Step(Subscriber):
         else:
             array.summary = sums(t)
         array.changes = None if moved is None else changes(t, moved, self._room)
-        array.unknown = self._probes.unknown(t)
 
     def _room(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory that is kept for the step: to get other memory takes longer than sums."""

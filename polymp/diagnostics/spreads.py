@@ -97,7 +97,7 @@ def _estimated(arrays: Sequence[RecordedArray]) -> Any:
 
 
 def _size(a: RecordedArray) -> float:
-    """What the error of an array is relative to."""
+    """The size that the error of an array is relative to."""
     return a.values[RMS] or 1.0
 
 

@@ -192,7 +192,8 @@ def test_three_bad_steps_in_a_row_raise(repeatable: bool) -> None:
     step(1.0), step(0.5)
     with pytest.warns(CatchWarning, match="the loss is NaN") as told:
         [step(BAD) for _ in range(2)]
-    assert ("Repeating step 0 gave" in str(told[0].message)) != repeatable
+    other = "Either the step reads its batch itself: give it the batch as an argument."
+    assert (other in str(told[0].message)) != repeatable
     assert len(told) == 2
     report_of(step, BAD)
     assert step.__name__ == inner.__name__
@@ -380,16 +381,6 @@ def test_what_torch_cannot_check_or_write_is_left_alone() -> None:
     step(torch.ones(1, 2))
     assert report_of(step, torch.full((1, 2), BAD)).step == 1
     assert net.weight.isfinite().all()
-
-
-def test_a_step_that_reads_other_batches_when_repeated_is_told() -> None:
-    batches = iter([*torch.eye(2), torch.full((2,), BAD), *torch.full((9, 2), 0.5)])
-    inner = sgd(nn.Linear(2, 1))
-    step = catch(lambda: inner(next(batches)))
-    step()
-    step()
-    with pytest.raises(BadStepError, match="reads its batch itself: give it the batch as an arg"):
-        step()
 
 
 class Loader(torch.utils.data.DataLoader[Any]):

@@ -14,13 +14,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from polymp import PolicyError, policy
 from polymp.backends.torch.autocast import region_casts, regions
 from polymp.torch import GradScaler, autocast
 from tests.support.processes import in_thread, in_threads
-from tests.support.torch.compiled import Count, Decorated, mm
+from tests.support.torch.compiled import Count, mm
 
 X = torch.ones(1, 4)
 
@@ -193,7 +192,7 @@ def test_a_fused_step_that_raises_leaves_no_scale_behind() -> None:
     assert w.item() == -1.0
 
 
-# --- Regions in threads, and in replicas as DataParallel runs them: a thread starts outside -------
+# --- Regions in threads: a thread starts outside --------------------------------------------------
 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -257,11 +256,3 @@ def test_a_thread_that_ends_inside_a_region_harms_nobody(x: torch.Tensor, w: tor
             with torch.no_grad():
                 w.mul_(2)
             assert torch.equal(torch.mm(x, w), mm(x, w, dtype))
-
-
-@pytest.mark.usefixtures("left_as_found")
-def test_data_parallel_without_a_gpu_is_the_model(x: torch.Tensor) -> None:
-    model = nn.DataParallel(Decorated())
-    assert model(x).dtype is FP16
-    with autocast("cpu", dtype=BF16):
-        assert nn.DataParallel(model.module.first)(x).dtype is BF16

@@ -21,7 +21,7 @@ from polymp.torch import GradScaler, autocast, custom_bwd, custom_fwd
 from tests.support.torch.kernels import all_python
 from tests.support.torch.models import LOW, MODELS, outcome, seen
 from tests.support.torch.training import entries, spoiled
-from tests.torch.scaler.test_histories import FUSED, fifty
+from tests.torch.scaler.test_histories import FUSED, fifty, told
 
 DEVICE = "cuda"
 pytestmark = [
@@ -384,14 +384,7 @@ def test_fifty_fused_steps_are_torch_s(kind: str, factor: float, dtype: torch.dt
     expected = fifty(torch.amp.GradScaler, **run)
     assert fifty(torch.amp.GradScaler, **run) == expected, "torch does not repeat itself"
     for knows in (None, True, False):
-
-        class Told(GradScaler):
-            def __init__(self, *args: Any, knows: bool | None = knows, **options: Any) -> None:
-                super().__init__(*args, **options)
-                if knows is not None:
-                    self._may_be_below_one = lambda: knows  # type: ignore[method-assign]
-
-        assert fifty(Told, **run) == expected
+        assert fifty(told(knows), **run) == expected
 
 
 @contextlib.contextmanager

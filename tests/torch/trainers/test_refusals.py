@@ -189,10 +189,6 @@ REFUSALS = (
         "Lightning's number for a precision", lambda: Precision(16), ValueError,  # type: ignore[arg-type]
         f"Precision(16): {MODES}",
     ),
-    Refusal(
-        "Lightning's number for no mixed precision", lambda: Precision(32), ValueError,  # type: ignore[arg-type]
-        f"Precision(32): {MODES}",
-    ),
     Refusal("the Trainer's plugin in Fabric", lambda: called(fabric(Precision())), RuntimeError,
         "Precision is for lightning.Trainer, and no Trainer has set it up. In Fabric, put the "
         "policy on the model, polymp.torch.scoped(model, policy), and write "

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import polymp.torch
 from polymp.torch import autocast
-from tests.support.torch.models import seen
 
 # Of each dtype: dtype, and the scaler that goes with it.
 DTYPES: dict[str, tuple[torch.dtype | None, Any]] = {
@@ -117,7 +116,3 @@ class Training:
         scales = {} if self.scaler is None else self.scaler.state_dict()
         numbers = [float(x) for x in scales.values() if isinstance(x, (int, float))]
         return [x.detach().clone() for x in (*found, torch.get_rng_state(), torch.tensor(numbers))]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return seen(one) == seen(other)

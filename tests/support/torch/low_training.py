@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from polymp.torch import autocast, low_weights
-from tests.support.torch.models import seen
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -115,7 +114,3 @@ def weights(model: nn.Module, optimizer: Any = None) -> dict[str, torch.Tensor]:
     if hasattr(optimizer, "float32_state_dict"):
         return optimizer.float32_state_dict(model)
     return {name: t.detach().float() for name, t in model.state_dict().items()}
-
-
-def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return seen(one) == seen(other)

@@ -277,6 +277,11 @@ def seen(t: Any) -> Any:
     return str(t.dtype), tuple(t.shape), t.is_sparse, bits
 
 
+def same(one: Any, other: Any) -> bool:
+    """Return whether two lists or dicts of tensors agree in every dtype, shape and bit."""
+    return bool(seen(one) == seen(other))
+
+
 def through_file(value: Any, *, weights_only: bool = True) -> Any:
     """Save a value, and return what is loaded."""
     file = io.BytesIO()

@@ -22,8 +22,9 @@ import polymp.torch
 from polymp.backends.torch.diagnostics import values
 from polymp.torch import GradScaler, audit, autocast, explain, locate, record
 from tests.support.reports import magnitudes
-from tests.support.torch.audit_trainings import DTYPES, Training, same
+from tests.support.torch.audit_trainings import DTYPES, Training
 from tests.support.torch.each_op import EachOp
+from tests.support.torch.models import same
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 FACTORS = (1.0, 1.0, 1e6, 1.0)  # the third overflows in float16

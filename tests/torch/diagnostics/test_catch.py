@@ -22,7 +22,8 @@ from polymp.backends.torch.diagnostics.catch import TrainingState, bad_by_device
 from polymp.errors import BadStepError, CatchWarning
 from polymp.torch import GradScaler, autocast, catch
 from tests.support.sizes import size
-from tests.support.torch.audit_trainings import CASES, Training, same
+from tests.support.torch.audit_trainings import CASES, Training
+from tests.support.torch.models import same
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 

@@ -19,7 +19,8 @@ from polymp.backends.torch.diagnostics import locate as module
 from polymp.diagnostics.bad_step import BadStep
 from polymp.torch import autocast, locate
 from tests.support.reports import operand
-from tests.support.torch.audit_trainings import CASES, OPTIMIZERS, Training, same
+from tests.support.torch.audit_trainings import CASES, OPTIMIZERS, Training
+from tests.support.torch.models import same
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
@@ -522,17 +523,11 @@ def test_scalers_of_classes_that_are_derived_are_put_back() -> None:
     class Derived(torch.amp.GradScaler):
         pass
 
-    w, scaler = nn.Parameter(torch.ones(2)), Derived("cpu", 8.0, growth_interval=1)
-    optimizer = torch.optim.SGD([w], 0.1)
-
-    def step() -> None:
-        scaler.scale(w.sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    step()
-    assert locate(step) is None
-    assert scaler.get_scale() == 16.0
+    training = Training("mlp")
+    training.scaler = Derived("cpu", 8.0, growth_interval=1)
+    training.step()
+    assert locate(training.step) is None
+    assert training.scaler.get_scale() == 16.0
 
 
 @pytest.mark.parametrize("how", ["copy_", "out="])

@@ -13,6 +13,7 @@ from torch import nn
 
 from polymp import PolicyError
 from polymp.torch import autocast, pin, scoped
+from tests.support.torch.models import same
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -40,11 +41,6 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def floats(module: nn.Module) -> set[torch.dtype]:
     return {t.dtype for t in module.state_dict().values() if t.is_floating_point()}
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    dtypes = [t.dtype for t in one.values()] == [t.dtype for t in other.values()]
-    return dtypes and all(map(torch.equal, one.values(), other.values()))
 
 
 CASTS: dict[str, Callable[[nn.Module], Any]] = {

@@ -28,6 +28,7 @@ from tests.support import forks
 from tests.support.processes import in_threads
 from tests.support.torch.compiled import Count
 from tests.support.torch.each_op import at_every_line, inside, interrupted
+from tests.support.torch.models import same
 from tests.torch.conftest import state
 
 HEAD = polymp.policy("torch-cpu").override(name="head", scopes={"*.lm_head": {"linear": "fp32"}})
@@ -69,11 +70,6 @@ def run(model: nn.Module, x: torch.Tensor, region: Any) -> list[torch.Tensor]:
         y = model(x)
     gradients = torch.autograd.grad(y.float().square().sum(), list(model.parameters()))
     return [y.detach(), *gradients]
-
-
-def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    dtypes = [t.dtype for t in one] == [t.dtype for t in other]
-    return dtypes and all(map(torch.equal, one, other))
 
 
 REGIONS = {"polymp": autocast, "torch": torch.autocast}

@@ -21,7 +21,7 @@ from polymp.errors import ForbiddenOpError, PolicyError
 from polymp.torch import autocast, bake, custom_bwd, custom_fwd, scoped
 from tests.support import forks
 from tests.support.sizes import size
-from tests.support.torch.models import MODELS
+from tests.support.torch import models
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -56,7 +56,7 @@ class Baked(NamedTuple):
 @cache
 def baked(title: str, region: str) -> Baked:
     torch.manual_seed(0)
-    module, inputs = MODELS[title]()
+    module, inputs = models.MODELS[title]()
     with REGIONS[region]():
         program = bake(module, inputs)
         # On a CPU, torch runs an LSTM by mkldnn, which torch.export turns off.
@@ -85,10 +85,7 @@ def of_regions(program: torch.export.ExportedProgram) -> list[str]:
 
 
 def same(ours: Any, theirs: Any) -> bool:
-    ours, theirs = tree_leaves(ours), tree_leaves(theirs)
-    return len(ours) == len(theirs) and all(
-        a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)
-    )
+    return models.same(tree_leaves(ours), tree_leaves(theirs))
 
 
 def gradients(outputs: Any, module: nn.Module, like: nn.Module | None = None) -> list[Any]:

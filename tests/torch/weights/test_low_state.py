@@ -11,8 +11,8 @@ from torch.optim import swa_utils
 from torch.optim.swa_utils import AveragedModel
 
 from polymp.torch import low_weights
-from tests.support.torch.low_training import low, made, same_bits, step, weights
-from tests.support.torch.models import seen, through_file
+from tests.support.torch.low_training import low, made, step, weights
+from tests.support.torch.models import same, seen, through_file
 
 MODES = ("master", "split", "stochastic")
 
@@ -50,7 +50,7 @@ def test_a_run_goes_on_exactly(mode: str, order: str, saved_at: int) -> None:
     if saved_at == 0:  # Adam's own state was not there yet, and torch drops what is
         assert all(set(own) <= {"beside", "low_steps"} for own in second.state.values())
     go(other, second, saved_at, 10)
-    assert same_bits(weights(model, optimizer), weights(other, second))
+    assert same(weights(model, optimizer), weights(other, second))
     assert state_bits(optimizer) == state_bits(second)
 
 
@@ -84,23 +84,8 @@ def test_load_hooks_see_the_low_parameters() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_to_float32_and_from_float32(mode: str) -> None:
-    """A plain float32 run goes on from a low one, and a low one from it."""
-    model, optimizer = start(mode)
-    go(model, optimizer, 0, 5)
-    full = through_file(optimizer.float32_state_dict(model))
-    assert {t.dtype for t in full.values()} == {torch.float32}
-    plain, adam = start(None)
-    plain.load_state_dict(full)
-    adam.load_state_dict(through_file(optimizer.state_dict()))
-    go(plain, adam, 5, 8)
-    go(model, optimizer, 5, 8)
-    if mode == "master":
-        assert same_bits(weights(plain), weights(model, optimizer))
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_from_a_plain_float32_run(mode: str) -> None:
+def test_from_float32_and_to_float32(mode: str) -> None:
+    """A low run goes on from a plain float32 one, and a plain one from it."""
     plain, adam = start(None)
     go(plain, adam, 0, 5)
     model = made("mlp")
@@ -108,11 +93,18 @@ def test_from_a_plain_float32_run(mode: str) -> None:
     optimizer = low("mlp", model, torch.optim.AdamW(model.parameters(), lr=1e-3), mode)
     optimizer.load_state_dict(through_file(adam.state_dict()))
     if mode in ("master", "split"):
-        assert same_bits(weights(model, optimizer), weights(plain))
-    go(plain, adam, 5, 8)
+        assert same(weights(model, optimizer), weights(plain))
     go(model, optimizer, 5, 8)
+    full = through_file(optimizer.float32_state_dict(model))
+    assert {t.dtype for t in full.values()} == {torch.float32}
+    again, other = start(None)
+    again.load_state_dict(full)
+    other.load_state_dict(through_file(optimizer.state_dict()))
+    for run in ((plain, adam, 5, 10), (model, optimizer, 8, 10), (again, other, 8, 10)):
+        go(*run)
     if mode == "master":
-        assert same_bits(weights(model, optimizer), weights(plain))
+        assert same(weights(model, optimizer), weights(plain))
+        assert same(weights(again), weights(plain))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -170,7 +162,7 @@ def test_what_stands_beside_a_weight_is_loaded_as_it_was_saved_or_refused(change
     with pytest.raises(ValueError, match=r"beside' of parameter 1 is .*, and has to be bfloat16"):
         optimizer.load_state_dict(saved)
     assert state_bits(optimizer) == before[0]
-    assert same_bits(weights(model, optimizer), before[1])
+    assert same(weights(model, optimizer), before[1])
 
 
 # --- Averages of low weights: torch's `AveragedModel`, with which functions it works, and when ----

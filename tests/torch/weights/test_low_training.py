@@ -17,8 +17,8 @@ from polymp.backends.torch.weights import low_parameters, low_step
 from polymp.torch import GradScaler, locate, low_weights
 from tests.support.low_weights import edges, spread
 from tests.support.sizes import size
-from tests.support.torch.low_training import MODELS, made, same_bits, train, weights
-from tests.support.torch.models import through_file
+from tests.support.torch.low_training import MODELS, made, train, weights
+from tests.support.torch.models import same, through_file
 
 MODES = ("split", "master", "stochastic")
 
@@ -66,7 +66,7 @@ def test_every_optimizer_trains_in_every_mode(name: str, mode: str) -> None:
     assert {p.dtype for p in optimizer.low} == {torch.bfloat16}
     if mode == "master":
         assert low_losses == losses
-        assert same_bits(weights(model, optimizer), weights(plain))
+        assert same(weights(model, optimizer), weights(plain))
         return
     part = 0.4 if name == "LBFGS" else 0.15  # differences of rounded gradients are its curvature
     start = weights(made("mlp"))
@@ -83,7 +83,7 @@ def test_master_trains_to_the_bits_of_float32(name: str) -> None:
     plain, _, losses = train(name, None, steps)
     model, optimizer, low_losses = train(name, "master", steps)
     assert losses == low_losses
-    assert same_bits(weights(model, optimizer), weights(plain))
+    assert same(weights(model, optimizer), weights(plain))
     assert optimizer.low
     assert bool(optimizer.kept) == (name == "tokens")
 
@@ -91,10 +91,10 @@ def test_master_trains_to_the_bits_of_float32(name: str) -> None:
 def test_the_comparison_finds_another_seed_of_bits() -> None:
     model, optimizer, losses = train("mlp", "stochastic", 20)
     other, second, others = train("mlp", "stochastic", 20, seed=1)
-    again, third, same = train("mlp", "stochastic", 20)
-    assert same == losses != others
-    assert same_bits(weights(model, optimizer), weights(again, third))
-    assert not same_bits(weights(model, optimizer), weights(other, second))
+    again, third, once_more = train("mlp", "stochastic", 20)
+    assert once_more == losses != others
+    assert same(weights(model, optimizer), weights(again, third))
+    assert not same(weights(model, optimizer), weights(other, second))
 
 
 def test_locate_names_the_optimizer() -> None:

@@ -236,23 +236,6 @@ def test_an_evaluation_of_a_closure_that_overflows_on_one_rank(worlds: Any, rank
     assert all(np.isfinite(array(p)).all() for p in parameters[2].values())
 
 
-WRONG_GROUP = (
-    "TypeError: process_group must be None or a torch.distributed.ProcessGroup that this process "
-    "is in, such as torch.distributed.group.WORLD, got {}."
-)
-
-
-@WORLD
-def test_a_group_that_this_process_is_not_in(worlds: Any, ranks: int) -> None:
-    for rank, of_rank in enumerate(worlds[ranks]):
-        outside, no_group = of_rank["groups"]
-        if rank == 0:
-            assert outside == ""
-        else:
-            assert outside == WRONG_GROUP.format("-100")
-        assert no_group == WRONG_GROUP.format("'world'")
-
-
 @pytest.mark.parametrize("kind", run_ranks.KINDS)
 @pytest.mark.parametrize("dtype", run_ranks.DTYPES, ids=str)
 def test_ddp_trains_as_with_torch_s_classes(worlds: Any, dtype: torch.dtype, kind: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.amp.grad_scaler import OptState as TorchOptState
 
@@ -258,6 +259,13 @@ OWN: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         "GradScaler(device, init_scale)."),
     ({"on_stuck": "ignore"}, ValueError,
         "on_stuck must be 'warn', 'raise' or a function, got 'ignore'."),
+    # What torch gives, in place of a group, to a process that is not in it; and a name.
+    *(
+        ({"process_group": x}, TypeError,
+            "process_group must be None or a torch.distributed.ProcessGroup that this process is "
+            f"in, such as torch.distributed.group.WORLD, got {x!r}.")
+        for x in (dist.GroupMember.NON_GROUP_MEMBER, "world")
+    ),
     *(
         ({"stuck_after": x}, ValueError, f"stuck_after must be a whole number from 1 up, got {x}.")
         for x in (0, True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 
 from polymp import policy
-from polymp.torch import autocast
+from polymp.torch import autocast, custom_bwd, custom_fwd
 
 KEEPS_RELU = {"name": "keeps_relu", "rules": {"linear": "lower", "relu": "fp32"}}
 KEEPS_LINEAR = {"name": "keeps_linear", "rules": {"linear": "fp32", "relu": "lower"}}
@@ -49,6 +49,25 @@ class Decorated(Net):
     @autocast("cpu", dtype=torch.float16)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)
+
+
+def product(**given: Any) -> Any:
+    """Return a product with a gradient by hand; `given` goes to the decorator of its forward."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(device_type="cpu", **given)
+        def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(a, b)
+            return torch.mm(a, b)
+
+        @staticmethod
+        @custom_bwd(device_type="cpu")
+        def backward(ctx: Any, g: torch.Tensor) -> Any:
+            a, b = ctx.saved_tensors
+            return torch.mm(g, b.mT), torch.mm(a.mT, g)
+
+    return Product.apply
 
 
 def mm(x: torch.Tensor, w: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

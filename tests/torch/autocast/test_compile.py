@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from polymp.torch import autocast, custom_bwd, custom_fwd
+from polymp.torch import autocast
 from tests.support.torch.compiled import (
     AS_OBJECT,
     KEEPS_RELU,
@@ -18,12 +18,14 @@ from tests.support.torch.compiled import (
     assert_same,
     dtypes,
     one_region,
+    product,
 )
 from tests.support.torch.version_changes import VERSION
 
 pytestmark = pytest.mark.usefixtures("left_as_found")
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+PRODUCT = product()
 
 
 def nested(net: Net, x: torch.Tensor) -> Any:
@@ -147,25 +149,11 @@ def test_an_exception_leaves_a_compiled_region(count: Count, net: Net, x: torch.
             assert_same(compiled(x, False), function(x, False))
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    @custom_fwd(device_type="cpu")
-    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(a, b)
-        return torch.mm(a, b)
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx: Any, g: torch.Tensor) -> Any:
-        a, b = ctx.saved_tensors
-        return torch.mm(g, b.mT), torch.mm(a.mT, g)
-
-
 def custom_function(net: Net, x: torch.Tensor) -> Any:
     with autocast("cpu", dtype=FP16):
-        one = Product.apply(x, net.first.weight)
+        one = PRODUCT(x, net.first.weight)
     with autocast("cpu", dtype=FP16, policy="amp"):
-        return (one + Product.apply(x, net.first.weight),)
+        return (one + PRODUCT(x, net.first.weight),)
 
 
 def half_first(net: Net, x: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 import polymp
 from polymp.errors import ForbiddenOpError, PolicyError
-from polymp.torch import autocast, bake, custom_bwd, custom_fwd, scoped
+from polymp.torch import autocast, bake, scoped
 from tests.support import forks
 from tests.support.sizes import size
 from tests.support.torch import models
+from tests.support.torch.compiled import product
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -301,20 +302,6 @@ def test_scopes_count(x):
     assert check(model, x).module()(x).dtype is BF16
 
 
-class Product(torch.autograd.Function):
-    @staticmethod
-    @custom_fwd(device_type="cpu", cast_inputs=FP32)
-    def forward(ctx, x, w):
-        ctx.save_for_backward(x, w)
-        return x @ w
-
-    @staticmethod
-    @custom_bwd(device_type="cpu")
-    def backward(ctx, grad):
-        x, w = ctx.saved_tensors
-        return grad @ w.t(), x.t() @ grad
-
-
 class Uses(Thrice):
     def __init__(self, use: Callable[..., torch.Tensor]) -> None:
         super().__init__()
@@ -374,8 +361,9 @@ def test_inputs_by_keyword(x):
 
 
 def test_custom_functions_count(x):
-    model = Uses(lambda layer, x: layer(Product.apply(layer(x), layer.weight)))
-    assert "aten.matmul" in calls(check(model, x, graded=False))
+    exact = product(cast_inputs=FP32)
+    model = Uses(lambda layer, x: layer(exact(layer(x), layer.weight)))
+    assert "aten.mm" in calls(check(model, x, graded=False))
 
 
 def test_registered_ops_count(x):

@@ -33,26 +33,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 POLICIES = (None, "amp", "lean", "matmul")
 
 
-class RMSNorm(nn.Module):
-    """As transformers writes it: in float32, and back; or to the dtype of its weight."""
-
-    def __init__(self, size: int, asks: bool) -> None:
-        super().__init__()
-        self.weight, self.asks = nn.Parameter(torch.rand(size)), asks
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        low, hidden = hidden.dtype, hidden.to(FP32)
-        hidden = hidden * torch.rsqrt(hidden.pow(2).mean(-1, keepdim=True) + 1e-6)
-        return self.weight * hidden.to(self.weight.dtype if self.asks else low)
-
-
 class Block(nn.Module):
-    def __init__(self, size: int, asks: bool, lora: bool) -> None:
+    def __init__(self, size: int, lora: bool) -> None:
         super().__init__()
         self.q, self.k, self.v, self.o = (
             LowRank(size, 2) if lora else nn.Linear(size, size, bias=False) for _ in range(4)
         )
-        self.norm, self.after = RMSNorm(size, asks), RMSNorm(size, asks)
+        self.norm, self.after = nn.LayerNorm(size), nn.LayerNorm(size)
         self.up, self.down = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
 
     def forward(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
@@ -68,18 +55,14 @@ checkpointed = functools.partial(checkpoint, use_reentrant=False)
 
 
 class LM(nn.Module):
-    """A language model with rotary buffers, checkpoints if asked, and a head that may be tied."""
+    """A language model with rotary buffers, and checkpoints if asked."""
 
-    def __init__(
-        self, asks: bool = False, lora: bool = False, tied: bool = False, again: Any = None
-    ) -> None:
+    def __init__(self, lora: bool = False, again: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.table = nn.Embedding(11, 8)
-        self.blocks = nn.ModuleList(Block(8, asks, lora) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(8, lora) for _ in range(2))
         self.head = nn.Linear(8, 11, bias=False)
-        if tied:
-            self.head.weight = self.table.weight
         self.register_buffer("frequency", 0.1 ** torch.arange(4.0), persistent=False)
         self.again = again
         pairs = [m for m in self.modules() if isinstance(m, LowRank)]
@@ -113,8 +96,6 @@ X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(4))
 IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator())
 MODELS: dict[str, tuple[Callable[[], nn.Module], torch.Tensor]] = {
     "LM": (LM, IDS),
-    "LM, tied": (lambda: LM(tied=True), IDS),
-    "LM that asks": (lambda: LM(asks=True), IDS),
     "LM, checkpoints": (lambda: LM(again=checkpointed), IDS),
     "convolutions": (ConvNet, IMAGES),
     "channels last": (lambda: ConvNet().to(memory_format=torch.channels_last), IMAGES),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from polymp.torch import GradScaler, autocast
 from tests.support.torch.models import seen
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -63,6 +64,54 @@ class Log(list[Any]):
     def scaler(self, scaler: Any) -> None:
         state = entries(scaler.state_dict())
         self.append((scaler.get_scale(), scaler._get_growth_tracker(), state))
+
+
+class Loop:
+    """An iteration of training that reads its input from memory, for graphs as for eager code.
+
+    It writes to gradients that stay where they are: a graph knows them by their addresses.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Any], torch.optim.Optimizer],
+        dtype: torch.dtype = FP32,
+        device: str = "cpu",
+        clip: bool = False,
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False)]
+        self.net = nn.Sequential(*layers).to(device, dtype)
+        self.weights = list(self.net.parameters())
+        self.optimizer, self.clip, self.device = make(self.weights), clip, device
+        start = {"init_scale": 1000.0, "growth_factor": 1.5, "growth_interval": 5}
+        self.scaler = GradScaler(device, **start | options)
+        self.x = torch.randn(3, 8, device=device)
+        self.spoil = torch.ones((), device=device)
+        for w in self.weights:
+            w.grad = torch.zeros_like(w)
+
+    def forward_and_backward(self) -> None:
+        for w in self.weights:
+            w.grad.zero_()
+        with autocast(self.device, dtype=FP16):
+            y = self.net(self.x)
+        self.scaler.scale(y.float().square().mean() * self.spoil).backward()
+
+    def finish(self) -> None:
+        if self.clip:
+            self.scaler.unscale_(self.optimizer)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def iterate(self) -> None:
+        self.forward_and_backward()
+        self.finish()
+
+    def noted(self) -> list[Any]:
+        state = self.scaler.state_dict()
+        return [state, [w.tolist() for w in self.weights]]
 
 
 def net(seed: int = 0) -> nn.Module:

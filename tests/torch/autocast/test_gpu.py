@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_leaves
 
 from polymp.torch import GradScaler, autocast, custom_bwd, custom_fwd
+from tests.support.torch import training
 from tests.support.torch.kernels import all_python
 from tests.support.torch.models import LOW, MODELS, outcome, seen
 from tests.support.torch.training import entries, spoiled
@@ -308,45 +309,7 @@ STEPS = 60
 SPOILS = {7: 1e38, 8: INF, 9: NAN, 30: INF, 51: 1e38}  # what the input is multiplied by
 
 
-class Loop:
-    """An iteration of training that reads its input from memory, for graphs as for eager code.
-
-    `zero` writes to gradients that stay where they are: a graph knows them by their addresses.
-    """
-
-    def __init__(self, make: Any, dtype: torch.dtype = FP32, **options: Any) -> None:
-        torch.manual_seed(0)
-        layers = [nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False)]
-        self.net = nn.Sequential(*layers).to(DEVICE, dtype)
-        self.weights = list(self.net.parameters())
-        self.optimizer = make(self.weights)
-        start = {"init_scale": 1000.0, "growth_factor": 1.5, "growth_interval": 5}
-        self.scaler = GradScaler(DEVICE, **start | options)
-        self.x = torch.randn(3, 8, device=DEVICE)
-        self.spoil = torch.ones((), device=DEVICE)
-        for w in self.weights:
-            w.grad = torch.zeros_like(w)
-
-    def forward_and_backward(self) -> None:
-        for w in self.weights:
-            w.grad.zero_()
-        with autocast(DEVICE, dtype=FP16):
-            y = self.net(self.x)
-        self.scaler.scale(y.float().square().mean() * self.spoil).backward()
-
-    def finish(self) -> None:
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def iterate(self) -> None:
-        self.forward_and_backward()
-        self.finish()
-
-    def noted(self) -> list[Any]:
-        state = self.scaler.state_dict()
-        return [state, [w.tolist() for w in self.weights]]
-
-
+Loop = functools.partial(training.Loop, device=DEVICE)
 MAKES = {
     "SGD, fused": lambda w: torch.optim.SGD(w, lr=0.1, fused=True),
     "Adam, fused": lambda w: torch.optim.Adam(w, 0.01, eps=1e-3, fused=True, capturable=True),

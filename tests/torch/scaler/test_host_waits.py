@@ -26,6 +26,7 @@ from polymp.backends.torch.scaler.device_state import AsyncRead, DeviceState
 from polymp.scaling import ScaleRule, ScaleState
 from polymp.torch import GradScaler
 from tests.support.torch.each_op import EachOp
+from tests.support.torch.training import Loop
 
 STEPS = 64
 BAD = (0, 7, 8, 9, 30, 63)  # iterations with Inf,
@@ -225,47 +226,19 @@ class Graph(TorchDispatchMode):
                         old.data.copy_(new)
 
 
-class Loop:
-    """An iteration that reads its factor from memory, for graphs as for eager code."""
-
-    def __init__(self, name: str, clip: bool) -> None:
-        make = FREE.get(name, partial(optim.SGD, lr=0.1))
-        dice = torch.Generator().manual_seed(0)
-        self.weights = [torch.randn(n, generator=dice).requires_grad_() for n in (5, 3)]
-        for w in self.weights:
-            w.grad = torch.zeros_like(w)
-        self.optimizer, self.clip = make(self.weights), clip
-        self.scaler = GradScaler("cpu", 1000.0, 1.5, growth_interval=4)
-        self.x = torch.ones(())
-
-    def scale(self) -> None:
-        for w in self.weights:
-            w.grad.zero_()
-        self.scaler.scale(sum((w * w * self.x).sum() for w in self.weights)).backward()
-
-    def finish(self) -> None:
-        if self.clip:
-            self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-    def iterate(self) -> None:
-        self.scale()
-        self.finish()
-
-
 WHOLE = [("iterate", name, False) for name in ("SGD, fused", "Adam, fused")]
 
 
 @pytest.mark.parametrize(
     ("captured", "name", "clip"),
-    [*WHOLE, ("scale", "SGD, host", False), ("scale", "SGD, host", True)],
+    [*WHOLE, *(("forward_and_backward", "SGD, host", clip) for clip in (False, True))],
 )
 def test_what_is_replayed_is_what_eager_code_does(captured: str, name: str, clip: bool) -> None:
     """An iteration, or a graph that only scales, which notes what it finds when it is replayed."""
 
     def run(graphed: bool) -> list[Any]:
-        loop, graph, seen = Loop(name, clip), Graph(), []
+        make = FREE.get(name, partial(optim.SGD, lr=0.1))
+        loop, graph, seen = Loop(make, clip=clip), Graph(), []
         loop.iterate()
         part = getattr(loop, captured)
         with pytest.MonkeyPatch.context() as patch:
@@ -274,11 +247,11 @@ def test_what_is_replayed_is_what_eager_code_does(captured: str, name: str, clip
             with graph if graphed else nullcontext():
                 part()
         for step in range(60):
-            loop.x.fill_({7: 1e38, 20: float("inf"), 21: float("nan")}.get(step, 1e-2))
+            loop.spoil.fill_({7: 1e38, 20: float("inf"), 21: float("nan")}.get(step, 1.0))
             graph.replay() if graphed else part()
-            if captured == "scale":
+            if captured != "iterate":
                 loop.finish()
-            seen.append((loop.scaler.state_dict(), [w.tolist() for w in loop.weights]))
+            seen.append(loop.noted())
         assert name != "SGD, host" or loop.scaler._recall() is not None
         return seen
 

@@ -457,32 +457,6 @@ def test_of_blocks_that_are_compiled_the_one_that_differs_is_named(
 
 
 @pytest.mark.long  # likewise
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
-def test_a_model_that_is_compiled_as_a_whole_is_held_to_the_eager_result(backward: bool) -> None:
-    def run(eps: float, compiled: bool) -> RunRecord:
-        torch.manual_seed(0)
-        net = nn.Sequential(
-            nn.LayerNorm(16, eps=eps), nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 4)
-        )
-        recorder, x = record(None, net), torch.randn(8, 16)
-        model = torch.compile(net) if compiled else net
-        with recorder, torch.set_grad_enabled(backward):
-            loss = model(x).square().mean()
-            if backward:
-                loss.backward()
-        return recorder.record
-
-    eager, off = run(1e-5, compiled=False), run(0.1, compiled=True)
-    assert polymp.compare(eager, run(1e-5, compiled=True)).explained
-    for pair in ((eager, off), (off, eager)):
-        first = polymp.compare(*pair).first
-        assert first.array.name == "compiled"
-        assert {first.one.name, first.other.name} == {"compiled", "addmm"}
-
-
-@pytest.mark.long  # likewise
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
 def test_what_compiled_code_leaves_out_and_adds_up_in_another_way_is_no_difference() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import polymp
-from polymp.torch import autocast, explain, low_weights
+from polymp.torch import autocast, low_weights
 from tests.support.torch.low_training import batch, loss_of, made
 from tests.support.torch.ranks import bits
 from tests.support.torch.sharded_models import BATCH, CUTS, Cut, Toy, data, named, whole
@@ -170,26 +170,3 @@ def test_a_function_stands_beside_parameters_and_modules() -> None:
     optimizer.step()
     assert model.head.weight.dtype is torch.float32
     assert model.qkv.weight.dtype is torch.bfloat16
-
-
-def test_explain_shows_the_dtype_of_each_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an op, input, weight and bias: low ones, which are not cast, and kept ones."""
-    model = made("tokens")
-    low_weights(adamw(model), keep=lambda: loss_of("tokens", model, 0))
-    with explain(model=model) as report:
-        loss_of("tokens", model, 0)
-    rows = {call.module: call for call in report if call.module}
-    low, wide = "bfloat16", "float32"
-    assert {name: call.inputs for name, call in rows.items()} == {
-        "embedding": (wide,),
-        "norm": (wide, wide, wide),
-        "qkv": (wide, low, low),
-        "out": (low, low, low),
-        "last": (wide, wide, wide),
-        "head": (wide, low, low),
-    }
-    assert {name: call.casts for name, call in rows.items()} == {
-        "embedding": 0, "norm": 0, "qkv": 1, "out": 0, "last": 0, "head": 1,
-    }  # fmt: skip
-    monkeypatch.setenv("COLUMNS", "120")
-    assert "fp32, bf16 x2" in str(report)

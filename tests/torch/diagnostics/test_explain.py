@@ -35,6 +35,7 @@ from tests.support import random_policies as programs
 from tests.support.sizes import size
 from tests.support.torch.each_op import EachOp, at_every_line, interrupted
 from tests.support.torch.models import MODELS, seen
+from tests.support.torch.saved_dtypes import held
 from tests.support.torch.version_changes import need_lstm
 from tests.torch.autocast.test_random_policies import MINE, Place, arguments, mine
 from tests.torch.autocast.test_random_policies import run_of as ran
@@ -265,26 +266,18 @@ def test_flops_are_those_of_the_formulas(op: str, region: bool) -> None:
 @pytest.mark.parametrize("region", [False, True], ids=["no region", "region"])
 def test_what_is_kept_is_what_is_saved(title: str, region: bool) -> None:
     module, inputs = made(title)
-    saved: dict[int, tuple[torch.Tensor, int]] = {}
-    own = {t.untyped_storage().data_ptr() for t in module.parameters()}
-
-    def pack(t: torch.Tensor) -> torch.Tensor:
-        at = t.untyped_storage().data_ptr()
-        if t.dtype is torch.float32 and at not in own:
-            saved[at] = t.detach(), t.untyped_storage().nbytes()  # which keeps it
-        return t
 
     def run() -> Any:
         with autocast("cpu", BF16, enabled=region):
             return module(*inputs)
 
     module.eval()
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        outputs = run()
+    saved = [t for t in held(run, list(module.parameters())) if t.dtype is torch.float32]
+    each = {memory.data_ptr(): memory for memory in (t.untyped_storage() for t in saved)}
     with explain() as report:
         outputs = run()
     del outputs
-    assert report.kept == sum(size for _, size in saved.values()) > 0
+    assert report.kept == sum(memory.nbytes() for memory in each.values()) > 0
 
 
 def everything(module: nn.Module, run: Callable[[], Any]) -> Any:

@@ -91,7 +91,7 @@ class Training:
         self.parts = parts
 
     def loss(self, x: torch.Tensor) -> torch.Tensor:
-        region = nullcontext() if self.dtype is None else autocast("cpu", self.dtype)
+        region = nullcontext() if self.dtype is None else autocast(x.device.type, self.dtype)
         with region:
             return self.model(x).float().square().mean()
 

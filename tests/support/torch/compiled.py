@@ -21,8 +21,6 @@ AS_OBJECT = policy(KEEPS_LINEAR)
 
 
 class Count:
-    """A backend that counts its graphs."""
-
     def __init__(self) -> None:
         self.graphs = 0
 

@@ -142,7 +142,6 @@ class Training:
         self.optimizer = torch.optim.Adam(self.model.parameters(), RATE, eps=self.config.adam_eps)
 
     def step(self) -> Tensor:
-        """One step; the loss."""
         region: Any = contextlib.nullcontext()
         if self.config.low:
             low = getattr(torch, self.config.low)

@@ -186,7 +186,6 @@ class Run:
         return here
 
     def step(self, at: int, plant: Plant | None = None) -> None:
-        """One iteration, noted."""
         here = self.backward(at, plant)
         if self.way.clip:
             self.scaler.unscale_(self.optimizer)

@@ -16,8 +16,6 @@ ACTIVATION = 4096
 
 
 class Saved(NamedTuple):
-    """A storage that is saved for backward."""
-
     dtype: str
     shape: tuple[int, ...]
     bytes: int

@@ -48,8 +48,6 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Cut(NamedTuple):
-    """A model in pieces."""
-
     model: nn.Module  # the module to call
     shares: int  # over how many ranks the batch is divided
     share: int  # this rank's part of it

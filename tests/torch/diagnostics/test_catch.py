@@ -31,7 +31,6 @@ BAD = math.nan
 
 
 def report_of(call: Callable[..., Any], *args: Any) -> Any:
-    """The report of the error that a call raises."""
     with pytest.raises(BadStepError) as raised:
         call(*args)
     return raised.value.report
@@ -203,7 +202,6 @@ class Net(nn.Module):
 
 
 def update(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
-    """A step of an optimizer by the gradients of a loss."""
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()

@@ -54,7 +54,6 @@ def two_gpus() -> Any:
 
 
 def prepared(found: Any) -> Any:
-    """The accelerator or trainer, which has prepared a model."""
     getattr(found, "accelerator", found).prepare(nn.Linear(2, 2))
     return found
 

@@ -424,17 +424,6 @@ def test_gradients_are_what_is_linear_in_that_of_the_loss(name: str, own_seed: b
     assert scaled == {key: 2.0**10 * size for key, size in once.items()}
 
 
-def test_the_factor_in_the_backward_of_a_square_is_no_gradient() -> None:
-    x = torch.linspace(1e3, 2e3, 8).requires_grad_()
-    with audit() as found:
-        (x.pow(2).sum() * 1e-4).backward()
-    (square,) = [m for m in found.backward if m.op == "pow"]
-    assert x.grad is not None
-    exact = magnitudes(x.grad.numpy())
-    assert (square.magnitudes.values, square.magnitudes.largest) == (8, exact.largest)
-    assert found.fitting_scale() == 2.0 ** math.floor(math.log2(65504 / 2 / exact.largest))
-
-
 def test_gradients_of_gradients_are_told_from_those_of_the_first_pass() -> None:
     x = torch.linspace(100.0, 200.0, 8).requires_grad_()
     with audit() as found:

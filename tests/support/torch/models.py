@@ -272,7 +272,7 @@ def seen(t: Any) -> Any:
     if not isinstance(t, torch.Tensor):
         return t
     dense = t.detach().to_dense() if t.is_sparse else t.detach()
-    flat = torch.view_as_real(dense) if dense.is_complex() else dense
+    flat = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
     bits = flat.cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
     return str(t.dtype), tuple(t.shape), t.is_sparse, bits
 

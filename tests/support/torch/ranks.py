@@ -43,11 +43,6 @@ def launch(
     return [pickle.loads((meeting / f"notes{rank}").read_bytes()) for rank in range(ranks)]
 
 
-def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """Return dtype, shape and bytes, which are equal for tensors that are the same bit for bit."""
-    return str(tensor.dtype), tuple(tensor.shape), tensor.detach().cpu().numpy().tobytes()
-
-
 def run(program: str, backend: str, rank: int, ranks: int, folder: str) -> None:
     """Run a program as a rank, and write down what it notes."""
     torch.set_num_threads(1)

@@ -25,7 +25,7 @@ from polymp.backends.torch.scaler import unscale
 from polymp.errors import StuckError
 from polymp.torch import GradScaler, autocast
 from tests.support.sizes import LONG
-from tests.support.torch.ranks import bits
+from tests.support.torch.models import seen
 from tests.support.torch.sharded_models import (
     CUTS,
     FOR_FOUR,
@@ -202,7 +202,7 @@ class Run:
             "bad": [(g.name, g.inf, g.nan) for g in report.bad],
             "values": sum(g.size for g in report.gradients),
             "state": self.scaler.state_dict(),
-            "parameters": {name: bits(p) for name, p in full.items()},
+            "parameters": {name: seen(p) for name, p in full.items()},
             "finite": all(bool(p.isfinite().all()) for p in full.values()),
         }
         self.notes.append(note)
@@ -408,7 +408,7 @@ def partial_sums() -> Notes:
             scaler.update()
             notes["partial", way, size] = (
                 *placed,
-                bits(whole(w)),
+                seen(whole(w)),
                 scaler.step_skipped(optimizer).item(),
                 scaler.state_dict(),
             )
@@ -440,7 +440,7 @@ def closure() -> Notes:
     scaler = GradScaler("cpu", **SETTINGS)
     run = Run(cut, WAYS["sgd"], scaler)
     optimizer = Twice(cut.model.parameters(), lr=0.125, momentum=0.5)
-    seen = []
+    steps = []
     for at in range(3):
         calls: list[int] = []
 
@@ -457,9 +457,9 @@ def closure() -> Notes:
 
         result = scaler.step(optimizer, evaluate)
         scaler.update()
-        full = {name: bits(p) for name, p in cut.full().items()}
-        seen.append((result is None, len(calls), scaler.state_dict(), full))
-    return {"closure": seen}
+        full = {name: seen(p) for name, p in cut.full().items()}
+        steps.append((result is None, len(calls), scaler.state_dict(), full))
+    return {"closure": steps}
 
 
 def mute_cases(ranks: int) -> list[tuple[str, str]]:

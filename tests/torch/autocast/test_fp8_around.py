@@ -30,7 +30,7 @@ from tests.support.torch.fp8_models import (
     saved_casts,
     step,
 )
-from tests.support.torch.ranks import bits
+from tests.support.torch.models import seen
 from tests.support.torch.sharded_models import named, whole
 from tests.torch.autocast.test_lean_policy import losses
 
@@ -53,7 +53,7 @@ def trained(recipe: str, how: str) -> dict[str, Any]:
             loss = (model(x).float() ** 2).mean()
         loss.backward()
         optimizer.step()
-    return {name: bits(whole(p)) for name, p in named(model).items()}
+    return {name: seen(whole(p)) for name, p in named(model).items()}
 
 
 def main(rank: int, ranks: int, folder: Path) -> dict[Any, Any]:

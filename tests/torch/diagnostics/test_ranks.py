@@ -20,7 +20,7 @@ from polymp.diagnostics.run_record import GRADIENT, UPDATE
 from polymp.errors import BadStepError
 from polymp.torch import GradScaler, autocast, catch, locate, record
 from tests.support.sizes import LONG
-from tests.support.torch.ranks import bits
+from tests.support.torch.models import seen
 from tests.support.torch.sharded_models import CUTS, Cut, cuts, data
 
 PATIENCE = timedelta(seconds=1)
@@ -46,7 +46,7 @@ def step_of(
 
 
 def state(cut: Cut) -> list[Any]:
-    return [bits(cut.full()[name]) for name in sorted(cut.full())]
+    return [seen(cut.full()[name]) for name in sorted(cut.full())]
 
 
 def _message(call: Callable[[], object]) -> str:

@@ -11,6 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from polymp.torch import GradScaler
+from tests.support.torch.models import seen
 
 INF, NAN = float("inf"), float("nan")
 
@@ -18,16 +19,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*invariant checks:UserWarning")
 REAL = (torch.float32, torch.bfloat16, torch.float64)
 COMPLEX = (torch.complex64, torch.complex128)
 EVERY = (*REAL, torch.float16, *COMPLEX)
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 # Values that every dtype holds: the scaled ones are 2**10 times as large.
 VALUES = (0.0, -0.0, 1.0, -2.5, 2.0**-20, 60.0, -(2.0**-24))
-
-
-def bits(t: torch.Tensor) -> list[int]:
-    dense = t.detach().to_dense() if t.layout is not torch.strided else t.detach()
-    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
-    return real.contiguous().view(BITS[real.element_size()]).reshape(-1).tolist()
 
 
 def values(dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -102,7 +96,7 @@ def test_bit_for_bit_what_torch_unscales(dtype, kind, scale) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=scale)
     scaler.scale(torch.ones(()))
     assert unscaled(ready(scale), [ours]) == unscaled(scaler, [theirs]) is False
-    assert bits(ours.grad) == bits(theirs.grad)
+    assert seen(ours.grad) == seen(theirs.grad)
 
 
 @pytest.mark.parametrize("kind", ["dense", "coalesced"])
@@ -115,7 +109,7 @@ def test_float16_and_complex_are_those_of_torchs_kernel(kind) -> None:
         raw = torch.view_as_real(raw) if dtype.is_complex else raw
         inverse = torch.tensor(3.0).double().reciprocal().float()
         torch._amp_foreach_non_finite_check_and_unscale_([raw], torch.zeros(()), inverse)
-        assert bits(p.grad) == bits(q.grad)
+        assert seen(p.grad) == seen(q.grad)
 
 
 @pytest.mark.one_in(3)
@@ -137,11 +131,11 @@ def test_one_bad_value_is_found_anywhere(dtype, kind, at, bad, part) -> None:
 def test_float16_gradients_are_refused_unless_asked_for_and_nothing_has_changed() -> None:
     for kind in KINDS:
         first, p = dense(torch.float32, 1024.0), KINDS[kind](torch.float16, 1024.0)
-        before = bits(first.grad), bits(p.grad)
+        before = seen(first.grad), seen(p.grad)
         optimizer = torch.optim.SGD([first, p], lr=1.0)
         with pytest.raises(ValueError, match=r"^Attempting to unscale FP16 gradients\.$"):
             ready(allow_fp16=False).unscale_(optimizer)
-        assert (bits(first.grad), bits(p.grad)) == before
+        assert (seen(first.grad), seen(p.grad)) == before
 
 
 @pytest.mark.parametrize("layout", ["csr", "csc", "bsr", "bsc"])
@@ -192,7 +186,7 @@ def test_an_optimizer_may_have_gradients_of_every_kind(chosen, spoiled) -> None:
         assert (p.grad is None) == (w.grad is None)
         if p.grad is not None and at != spoiled:
             assert (p.grad.dtype, p.grad.layout) == (w.grad.dtype, w.grad.layout)
-            assert bits(p.grad) == bits(w.grad)
+            assert seen(p.grad) == seen(w.grad)
 
 
 def test_two_losses_of_one_optimizer_have_a_scaler_each() -> None:

@@ -18,7 +18,8 @@ from polymp import scaling
 from polymp.scaling import ScaleRule, ScaleState, to_state_dict
 from tests.support.sizes import LONG
 from tests.support.torch import run_ranks
-from tests.support.torch.ranks import bits, launch
+from tests.support.torch.models import seen
+from tests.support.torch.ranks import launch
 from tests.support.torch.run_ranks import HISTORY, SETTINGS, WAYS, Plant, some, tried, ways
 from tests.support.torch.sharded_models import Toy, data
 
@@ -82,8 +83,8 @@ def alone(steps: Sequence[str], way: str) -> list[dict[str, torch.Tensor]]:
     return seen
 
 
-def array(noted: tuple[str, tuple[int, ...], bytes]) -> np.ndarray:
-    dtype, shape, values = noted
+def array(noted: Any) -> np.ndarray:
+    dtype, shape, _, values = noted
     assert dtype == "torch.float32"
     return np.frombuffer(values, np.float32).reshape(shape)
 
@@ -114,14 +115,14 @@ def test_scale_and_counts_are_the_rule_s(worlds: Any, ranks: int, cut: str, way:
 @EVERY
 def test_parameters_are_those_of_one_process(worlds: Any, ranks: int, cut: str, way: str) -> None:
     expected = alone(outcomes(HISTORY, cut not in UNSETTLED), way)
-    seen = of_all(worlds, ranks, (cut, way), "parameters")[0]
+    found = of_all(worlds, ranks, (cut, way), "parameters")[0]
     exact = way.startswith("sgd")
-    for step, wanted in zip(seen, expected, strict=True):
+    for step, wanted in zip(found, expected, strict=True):
         if cut == "fsdp1":
             assert step.keys() == wanted.keys()
         for name, p in wanted.items():
             if exact:
-                assert step[name] == bits(p)
+                assert step[name] == seen(p)
             else:  # kernels may round in another order
                 np.testing.assert_allclose(array(step[name]), p.numpy(), rtol=1e-5, atol=1e-6)
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import polymp
 from polymp.torch import autocast, low_weights
 from tests.support.torch.low_training import batch, loss_of, made
-from tests.support.torch.ranks import bits
+from tests.support.torch.models import seen
 from tests.support.torch.sharded_models import BATCH, CUTS, Cut, Toy, data, named, whole
 
 MODES = ("master", "split", "stochastic")
@@ -45,7 +45,7 @@ def notes(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     for number, (name, p) in enumerate(named(model).items()):
         own = state[number]
         tensors = [p, *(own[key] for key in ("beside", "exp_avg") if key in own)]
-        found[name] = [bits(whole(t).view(torch.uint8)) for t in tensors]
+        found[name] = [seen(whole(t)) for t in tensors]
     return found
 
 

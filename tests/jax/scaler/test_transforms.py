@@ -35,49 +35,6 @@ def test_a_batch_of_scalers_under_vmap():
     assert after.state.scale.tolist() == [8.0, 2.0, 2.0]
 
 
-def test_microbatches_are_added_up_scaled_and_checked_once():
-    scaler = GradScaler(2.0**10)
-
-    @jax.jit
-    def run(scaler, batches):
-        def add(total, x):
-            return total + jax.grad(lambda w: scaler.scale((w * x).sum()))(1.0), None
-
-        total, _ = jax.lax.scan(add, 0.0, batches)
-        return scaler.step(total, lambda g, w: g, jnp.float32(-1))
-
-    assert run(scaler, jnp.arange(6.0).reshape(3, 2))[0] == 15.0
-    new, after, finite = run(scaler, jnp.asarray([[1.0, 2.0], [np.inf, 1.0], [1.0, 1.0]]))
-    assert (float(new), float(after.state.scale), bool(finite)) == (-1.0, 512.0, False)
-
-
-def test_growth_in_every_turn_of_a_scan():
-    """Interval 1: a gradient is divided by the scale of its own loss, though the next has grown."""
-
-    def body(carry, x):
-        scaler, w = carry
-        grads = jax.grad(lambda w: scaler.scale((w * x).sum()))(w)
-        w, after, finite = scaler.step(grads, lambda g, w: w - g, w)
-        return (after, w), (scaler.state.scale, grads[0], finite)
-
-    xs = jnp.asarray([[1.0, 2.0]] * 5).at[2].set(jnp.inf)
-    start = GradScaler(4.0, growth_interval=1), jnp.zeros(2)
-    (_, w), (scales, grads, finite) = jax.jit(lambda c: jax.lax.scan(body, c, xs))(start)
-    assert scales.tolist() == [4, 8, 16, 8, 16]
-    assert grads.tolist() == [4, 8, np.inf, 8, 16]
-    assert finite.tolist() == [True, True, False, True, True]
-    assert w.tolist() == [-4.0, -8.0]
-
-
-def test_gradients_flow_through_scale():
-    scaler = GradScaler(8.0)
-    w = jnp.asarray([1.0, 2.0], jnp.float16)
-    loss, grad = jax.value_and_grad(lambda w: scaler.scale((w * w).sum()))(w)
-    assert (loss.dtype, float(loss)) == (jnp.float32, 40.0)
-    assert (grad.dtype, grad.tolist()) == (jnp.float16, [16.0, 32.0])
-    assert jax.grad(lambda w: jax.grad(lambda w: scaler.scale(w**3))(w))(2.0) == 8.0 * 12.0
-
-
 SHAPE = (311, 257)
 
 
@@ -243,31 +200,6 @@ def test_a_region_casts_none_of_the_scalers_arithmetic(what, scale, slope):
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             assert a.dtype == jnp.float32
             np.testing.assert_allclose(a, b, rtol=2e-3)
-
-
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_a_float16_loss_scaled_inside_an_autocast_function(jit):
-    x = jnp.asarray([1.5, -2.0, 0.25, 4.0], jnp.float32)
-    w = jnp.asarray([3.0, 1.0, 8.0, -0.5], jnp.float32)
-    scaler = GradScaler()  # 2**16 is Inf in float16, and so is any loss above 1 times it
-
-    def losses(scaler: GradScaler, w: Any) -> tuple[Any, Any]:
-        loss = x @ w
-        return scaler.scale(loss), loss
-
-    low = autocast(losses, dtype=jnp.float16)
-    scaled, loss = (jax.jit(low) if jit else low)(scaler, w)
-    assert (loss.dtype, float(loss)) == (jnp.float16, 2.5)
-    assert (scaled.dtype, float(scaled)) == (jnp.float32, 2.5 * 2.0**16)
-    # The cotangent of a float16 loss is float16, and the scale has no place in it.
-    grads = jax.grad(lambda w: low(scaler, w)[0])(w)
-    assert grads.dtype == jnp.float32
-    assert not scaler.unscale(grads)[1]
-    smaller = GradScaler(2.0**15)
-    grads = jax.grad(lambda w: autocast(losses, dtype=jnp.float16)(smaller, w)[0])(w)
-    true, finite = smaller.unscale(grads)
-    assert finite
-    assert np.array_equal(true, x)
 
 
 def test_a_policy_that_lowers_everything_lowers_no_scale():

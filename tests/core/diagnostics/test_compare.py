@@ -175,6 +175,7 @@ def test_inf_in_one_run_alone(many: int) -> None:
     assert "off by Inf or NaN of" in str(found)
     assert "  0, " not in str(found), "a record has 0 in the place of Inf"
     assert found.to_dict()["first"]["difference"] is None
+    json.dumps(found.to_dict(), allow_nan=False)  # which has no word for Inf
 
 
 def test_the_first_step_that_differs_is_shown() -> None:

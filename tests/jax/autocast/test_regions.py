@@ -13,7 +13,6 @@ import pytest
 import polymp
 import polymp.jax
 from polymp.jax import autocast
-from tests.support.dtype_spellings import spellings
 from tests.support.processes import in_thread
 
 X = jnp.linspace(-1.0, 1.0, 16, dtype=jnp.float32).reshape(4, 4)
@@ -336,16 +335,6 @@ def test_the_with_form_needs_an_autocast_function_around_it():
         "none here. Wrap the function that is called from outside: polymp.jax.autocast(fn), or "
         "autocast(fn, enabled=False) if the rest of it is to run as written."
     )
-
-
-# --- Every place of the JAX backend that takes a dtype takes it by any of its names ---------------
-
-
-@pytest.mark.parametrize("given", spellings("float16"), ids=repr)
-def test_a_dtype_by_any_of_its_names(given: object) -> None:
-    assert autocast(square, dtype=given)(X).dtype == jnp.float16
-    (call,) = polymp.jax.explain(square, X, dtype=given).of("linear")
-    assert call.run == "float16"
 
 
 LAYERS = {f"layer{i}": {"w": jnp.ones((64, 64))} for i in range(20)}

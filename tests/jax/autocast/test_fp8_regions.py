@@ -32,23 +32,6 @@ def test_float16_is_refused():
         autocast(loss, policy="fp8", dtype="float16")
 
 
-class Three(nnx.Module):
-    def __init__(self):
-        rngs = nnx.Rngs(0)
-        self.first, self.middle, self.last = (nnx.Linear(64, 64, rngs=rngs) for _ in range(3))
-
-    def __call__(self, x):
-        return self.last(nnx.relu(self.middle(nnx.relu(self.first(x)))))
-
-
-def test_the_first_and_the_last_product_stay_in_bfloat16():
-    kept = policy("rowwise").without_fp8("first", "last")
-    assert (kept.scopes, kept.fp8) == (("first", "last"), "rowwise")
-    report = explain(autocast(lambda model, x: model(x), policy=kept), Three(), batch())
-    runs = {call.module: call.run for call in report.of("linear")}
-    assert runs == {"first": "bfloat16", "middle": "float8_e4m3fn", "last": "bfloat16"}
-
-
 def test_freeze_leaves_the_weights_of_8_bit_products():
     params, fn = layers() | {"w3": jnp.ones((64, 40))}, autocast(loss, policy="fp8")
     serve, served = freeze(fn, params, batch())

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 
 from polymp.jax import autocast, lower, upper
@@ -177,24 +176,3 @@ def test_a_buffer_that_the_plan_makes_low_stays_low(name):
     assert low.dtype == LOW
     assert (low == program(b, y).astype(LOW)).all()
     assert autocast(program)(b, y).dtype == jnp.float32
-
-
-def test_flax_attention_of_a_low_dtype_takes_a_low_cache():
-    found = {}
-    for dtype in ("float32", "bfloat16"):
-        attention = nnx.MultiHeadAttention(2, 8, decode=True, dtype=dtype, rngs=nnx.Rngs(0))
-        attention.init_cache((2, 4, 8), dtype=dtype)
-        graph, params, cache = nnx.split(attention, nnx.Param, ...)
-
-        @jax.jit
-        @autocast
-        def step(cache: Any, x: Any) -> Any:
-            model = nnx.merge(graph, params, cache)  # noqa: B023
-            return model(x), nnx.state(model, nnx.Not(nnx.Param))
-
-        for at in range(3):
-            out, cache = step(cache, jnp.sin(jnp.arange(16.0) + at).reshape(2, 1, 8))
-        assert {str(x.dtype) for x in jax.tree.leaves(cache)} == {dtype, "int32"}
-        found[dtype] = out.astype("float32")
-    assert jnp.abs(found["float32"] - found["bfloat16"]).max() < 0.02
-    assert jnp.abs(found["float32"]).max() > 0.1

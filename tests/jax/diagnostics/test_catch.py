@@ -256,39 +256,18 @@ def test_references_are_put_back_in_place(jitted: bool, on_bad: Any) -> None:
 
 
 def test_a_reference_that_is_not_finite_after_a_step() -> None:
-    """The best loss starts at Inf; that is no fault."""
+    """The best losses start at Inf; that is no fault, also of one that stays so."""
 
     @jax.jit
     def step(w: jax.Ref, best: jax.Ref, x: Any) -> Any:
         w[...] *= x
-        best[...] = jnp.minimum(best[...], w[...].sum())
+        best[0] = jnp.minimum(best[0], w[...].sum())
         return jnp.float32(1.0)
 
-    caught, w, best = catch(step), jax.new_ref(jnp.ones(3)), jax.new_ref(jnp.float32(jnp.inf))
+    caught, w, best = catch(step), jax.new_ref(jnp.ones(3)), jax.new_ref(jnp.full(2, jnp.inf))
     with pytest.raises(BadStepError, match=r"^step 2: argument \[0\] is NaN after it"):
         [checked(caught, w, best, x) for x in (1.0, 2.0, math.nan, 1.0)]
-    assert (w[0], best[...]) == (2.0, 3.0)
-
-
-def test_a_scan_of_steps_and_a_state_that_is_infinite_on_purpose() -> None:
-    """The best loss starts at Inf; that is no fault."""
-
-    @jax.jit
-    def steps(w: Any, best: Any, xs: Any) -> Any:
-        def one(carry: Any, x: Any) -> Any:
-            w, best = carry
-            loss, grad = jax.value_and_grad(lambda w: jnp.exp(w * x).sum())(w)
-            return (w - 0.01 * grad, jnp.minimum(best, loss)), loss
-
-        (w, best), losses = lax.scan(one, (w, best), xs)
-        return w, best, losses[-1]
-
-    caught = catch(steps, every=1)
-    w, best = jnp.ones(2), jnp.full((2,), jnp.inf).min()
-    for _ in range(3):
-        w, best, _ = caught(w, best, jnp.ones((4, 2)))
-    with pytest.raises(BadStepError, match="exp"):
-        checked(caught, w, best, jnp.full((4, 2), 200.0))
+    assert (w[0], best[0], best[1]) == (2.0, 3.0, math.inf)
 
 
 def test_a_state_that_other_code_changes_is_in_the_next_copy() -> None:

@@ -9,7 +9,6 @@ from unittest.mock import patch
 import jax
 import jax.numpy as jnp
 import optax
-from flax.training.train_state import TrainState
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -85,14 +84,8 @@ def fully_sharded() -> dict[str, Any]:
         (_, grads), scaler, finite = scaler.value_and_grad(loss_fn)(p, x)
         return jax.tree.map(lambda new, p: jnp.where(finite, new, p), minus(p, grads), p), scaler, 0
 
-    def by_train_state(scaler: GradScaler, p: Any, x: Any) -> Any:
-        state = TrainState.create(apply_fn=None, params=p, tx=optax.sgd(1.0))
-        grads = jax.grad(lambda p: scaler.scale(loss_fn(p, x)))(p)
-        state, scaler, _ = scaler.step(grads, lambda g, s: s.apply_gradients(grads=g), state)
-        return state.params, scaler, 0
-
     found = {}
-    for way in (by_step, by_value_and_grad, by_train_state):
+    for way in (by_step, by_value_and_grad):
         run = jax.shard_map(
             lambda *args, way=way: way(*args)[:2],
             mesh=mesh,

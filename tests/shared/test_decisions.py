@@ -126,16 +126,6 @@ def _unused_in_jax(fw: Any, policy: polymp.Policy) -> Any:
     return policy.unused(report)
 
 
-def test_a_disabled_region_and_no_region_decide_nothing(fw: Any) -> None:
-    x = fw.array(X, "float32")
-
-    def run(x: Any) -> Any:
-        return fw.ops["exp"](x), fw.run(fw.ops["exp"], [x], ("off",))
-
-    report = polymp.explain(run, x)
-    assert {call.row for call in report} == {None}
-
-
 def test_a_policy_first_used_in_an_explanation_works_after_it(torch: Any) -> None:
     x = torch.tensor(X, dtype=torch.bfloat16)
     low = torch.bfloat16

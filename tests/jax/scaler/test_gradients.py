@@ -237,13 +237,6 @@ def test_the_loss_keeps_its_dtype_and_gradients_are_float32_or_wider(dtype):
         assert (grads.tolist(), bool(finite)) == ([2.0, 4.0], True)
 
 
-def test_complex_parameters():
-    z = jnp.asarray([1 + 2j, -3j])
-    (loss, grads), _, finite = GradScaler().value_and_grad(lambda z: (z * z.conj()).real.sum())(z)
-    assert (float(loss), bool(finite)) == (14.0, True)
-    assert np.array_equal(grads, jax.grad(lambda z: (z * z.conj()).real.sum())(z))
-
-
 def test_argnums_keywords_and_integers():
     def fun(a: Any, b: Any, *, c: Any) -> Any:
         return a["w"] * b * c, c

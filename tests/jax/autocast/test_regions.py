@@ -140,31 +140,6 @@ def test_a_call_reads_anew_what_python_reads_from_outside():
         assert np.abs(jax.grad(loss)(w) - jax.grad(lambda w: (X @ w).sum())(w)).max() < 0.05
 
 
-class Holder:
-    """An object that says nothing of what it holds."""
-
-    def __init__(self, w):
-        self.w = w
-
-    def __call__(self, x):
-        return x @ self.w
-
-    @autocast
-    def method(self, x):
-        return x @ self.w
-
-
-def test_an_object_that_may_change_is_read_at_every_call():
-    holder = Holder(X)
-    calls = [autocast(holder), autocast(holder.__call__), holder.method]
-    calls.append(partial(autocast(lambda h, x: h(x)), holder))
-    calls.append(autocast(lambda x: holder.method(x)))
-    for w in (X, 2 * X):
-        holder.w = w
-        for call in calls:
-            assert np.array_equal(call(X), autocast(jnp.matmul)(X, w))
-
-
 def test_a_value_that_a_function_stores_elsewhere_is_refused_by_jax_where_it_is_used():
     stored = {}
 

@@ -89,16 +89,6 @@ def test_frozen_parameters_give_the_same_bits(rows):
     assert served["up"].dtype == (jnp.float32 if rows <= MOST else jnp.bfloat16)
 
 
-def test_a_parameter_that_was_stored_low_for_many_rows_is_refused_for_few():
-    params, x = inputs(9)
-    serve, served = freeze(autocast(net, policy=FEW), params, x)
-    with pytest.raises(polymp.PolicyError, match="reads it in float32"):
-        serve(served, x[:1])
-    both, served = freeze(serve, params, x[:1])
-    for rows in (1, 9):
-        assert bits(both(served, x[:rows])) == bits(autocast(net, policy=FEW)(params, x[:rows]))
-
-
 def test_a_whole_model_has_the_dtypes_that_it_has_without():
     size = transformer.SMALL
     args = transformer.parameters(size), transformer.tokens(size)

@@ -11,7 +11,6 @@ from jax.experimental import checkify, sparse
 
 import polymp
 from polymp.backends.jax.autocast import fp8_contraction
-from polymp.errors import PolicyError
 from polymp.jax import GradScaler, autocast, explain, freeze, locate, lower
 from tests.support.jax.fp8_models import NAMES, Llama, batch, layers, loss, policy
 from tests.support.jax.hlo import residual_bytes
@@ -25,11 +24,6 @@ def test_one_product_of_a_model_in_8_bits_is_told():
     products = report.of("linear")
     assert {(call.recipe, call.run) for call in products} == {("rowwise", "float8_e4m3fn")}
     assert set(report.flops) == {"float8_e4m3fn"}
-
-
-def test_float16_is_refused():
-    with pytest.raises(PolicyError, match="needs a region of dtype bfloat16, not float16"):
-        autocast(loss, policy="fp8", dtype="float16")
 
 
 def test_freeze_leaves_the_weights_of_8_bit_products():

@@ -53,7 +53,8 @@ DOCUMENTED := polymp backends
 
 PYTEST := -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
-# The marks of the tests that make test asks; .ci/run asks all of them, of the sizes of test-long.
+# The marks of the tests that make test and test-versions ask; ASKED= asks all of them. .ci/run has
+# all of make test, of the sizes of test-long.
 ASKED ?= not long
 
 # The tests that are part of lint.
@@ -82,7 +83,7 @@ test-faults: $(READY)
 test-versions: test-oldest test-newest
 
 test-oldest test-newest: test-%: .venv-%/.ready
-	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python $(PYTEST) $(VERSIONED)
+	POLYMP_REQUIRE=torch,jax .venv-$*/bin/python $(PYTEST) -m "$(ASKED)" $(VERSIONED)
 
 test-frameworks: .venv-frameworks/.ready .venv-newest/.ready
 	POLYMP_REQUIRE=$(ADAPTED) .venv-frameworks/bin/python $(PYTEST) $(ADAPTERS)

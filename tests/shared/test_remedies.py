@@ -212,7 +212,7 @@ def promises_kept(framework: str, program: Sequence[str], low: str, scale: float
     low=st.sampled_from(["float16", "bfloat16"]),
     scale=st.sampled_from([1.0, 4.0, 30.0]),
 )
-@settings(max_examples=size(8, 60))
+@settings(max_examples=size(8, 30))
 def test_of_random_programs(framework: str, program: list[str], low: str, scale: float) -> None:
     need(framework)
     assert promises_kept(framework, program, low, scale) == ""

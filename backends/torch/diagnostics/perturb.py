@@ -697,9 +697,7 @@ def movement_shares(ran: Ran, result: object, t: torch.Tensor) -> tuple[float, f
     return (operands, own) if mixes else (operands + own, 0.0)
 
 
-def terms_of(
-    ran: Ran, result: Any, norm_of: Callable[[torch.Tensor], torch.Tensor]
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+def terms_of(ran: Ran, result: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
     """Yield each result of an op that is a sum, the norm of its terms, and how far a sum is off."""
     # That is a share of the norm, which is larger than the result's where the terms cancel. The
     # square of a sum of independent terms is, in the mean, the sum of their squares.

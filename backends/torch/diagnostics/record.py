@@ -244,7 +244,6 @@ class _Step(Subscriber):
         self._ends: dict[tuple[str, str], _Array] = {}  # gradients and updates
         self._makers: dict[int, _Makers] = {}
         self._terms: dict[int, _Terms] = {}  # by memory
-        self._norms: dict[tuple[int, int, int], torch.Tensor] = {}  # by memory, version, elements
         self._keys = modes.KeptKeys()
         self._reads: dict[_Array, None] = {}  # what the op that runs reads
         # The last array, whose numbers are not summed up yet, for its call may compute more.
@@ -358,24 +357,11 @@ class _Step(Subscriber):
         return self._selected[place.module]
 
     def _made(self, t: torch.Tensor, makers: _Makers) -> None:
-        if key := self._kept(t):
-            self._makers[key] = makers
-
-    def _kept(self, t: torch.Tensor) -> int:
-        """Return the number of a tensor's memory, which no other gets in the step; 0 without."""
         key = modes.storage_key(t)
         if key and key not in self._makers:
             self._keys.keep(t)
-            self._makers[key] = ()
-        return key
-
-    def _norm(self, t: torch.Tensor) -> torch.Tensor:
-        """Return `norm_of` a tensor: once for what is written once, and has its memory alone."""
-        if is_part(t) or t.is_inference() or not (key := self._kept(t)):
-            return norm_of(t)
-        if (of := (key, t._version, t.numel())) not in self._norms:
-            self._norms[of] = norm_of(t)
-        return self._norms[of]
+        if key:
+            self._makers[key] = makers
 
     def after(self, ran: Ran, result: object, made: list[torch.Tensor]) -> None:
         op_call, into = ran.op_call, ran.into
@@ -398,8 +384,8 @@ class _Step(Subscriber):
                 unseen = [x for x in map(modes.storage_key, ran.reads) if x in self._terms]
                 for t in results if unseen else ():
                     self._terms[modes.storage_key(t)] = self._terms[unseen[0]]
-                for t, terms, off in terms_of(ran, result, self._norm):
-                    self._terms[modes.storage_key(t)] = terms / self._norm(t), off
+                for t, terms, off in terms_of(ran, result):
+                    self._terms[modes.storage_key(t)] = terms / norm_of(t), off
             makers: _Makers = (self._array_of(ran, result, results[0], norm),)
         else:
             makers = tuple(self._reads)

@@ -98,7 +98,7 @@ def test_the_scaler_sees_every_planted_inf_and_nan(recipe):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("recipe", NAMES)
 def test_locate_sees_every_planted_inf_and_nan(recipe):
-    numbers = range(NAMES.index(recipe), len(PLACES), size(15, 6))
+    numbers = range(NAMES.index(recipe), len(PLACES), size(15, 9))
     faults = [locate(step(recipe), layers(), batch(), plants(i)) for i in numbers]
     assert all(fault is not None for fault in faults)
     if LONG:

@@ -190,13 +190,16 @@ class Comparison(Shown):
                 f"ROUNDING DOES NOT EXPLAIN: {what} {verb} in {here}, and nothing in {there} has "
                 f"its values{other}{self.reads and f'. {self.reads}'}"
             )
-        off = f"{_number(row.difference)} of its root mean square"
+        off, allowed = _number(row.difference), _number(row.allowed)
+        by = f"off by {off} of its root mean square; rounding explains {allowed}"
+        by = by if row.array.kind != INPUT else f"off by {off} of its root mean square"
+        if math.isinf(row.difference) and row.one is not None and row.other is not None:
+            (here, there), (one, other) = self.names, (row.one.bad, row.other.bad)
+            counts = f"{one:,} of its numbers in {here} and {other:,} in {there}"
+            by = f"{counts} are Inf, NaN or a mask's"
         if row.array.kind == INPUT:
-            return f"THE RUNS BEGIN WITH OTHER NUMBERS: {what} differs by {off}"
-        return (
-            f"ROUNDING DOES NOT EXPLAIN {what}: off by {off}; rounding explains "
-            f"{_number(row.allowed)}. {self._before(row)}"
-        )
+            return f"THE RUNS BEGIN WITH OTHER NUMBERS: {what}: {by}"
+        return f"ROUNDING DOES NOT EXPLAIN {what}: {by}. {self._before(row)}"
 
     def _rest(self) -> str:
         """In words what rounding explains, where that is all which can be judged."""

@@ -433,9 +433,11 @@ class Probes:
                     numbers.clamp_(t.min(), t.max())
                 self._put(t, self._move(t, numbers, by))
             if t is first and by is not None:
-                forward = ran.op_call.direction != BACKWARD
-                kept = masks_as_inf(t.detach()) if forward else t.detach()
-                by.masked_fill_(~kept.isfinite(), 0.0)  # a record has none of these
+                seen, forward = t.detach(), ran.op_call.direction != BACKWARD
+                kept = masks_as_inf(seen) if forward else seen
+                if kept is not seen:  # a record has neither these nor Inf
+                    by.masked_fill_(kept.isinf(), 0.0)
+                by.nan_to_num_(0.0, 0.0, 0.0)
                 # Relative to the largest, squares stay in the range of a dtype.
                 top = by.abs().amax().clamp_min_(torch.finfo(by.dtype).tiny)
                 norm = top * torch.linalg.vector_norm(by.div_(top))

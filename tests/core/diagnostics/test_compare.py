@@ -160,7 +160,8 @@ def test_inf_in_one_run_alone(many: int) -> None:
     with np.errstate(invalid="ignore"):
         found = against(changed(calls(2), 3, overflowed), layers=2)
     assert first_of(found) == ("linear", "blocks.0.linear")
-    assert "off by Inf or NaN of" in str(found)
+    counts = f"0 of its numbers in one.rec and {many} in other.rec"
+    assert f"{counts} are Inf, NaN or a mask's" in " ".join(str(found).split())
     assert "  0, " not in str(found), "a record has 0 in the place of Inf"
     assert found.to_dict()["first"]["difference"] is None
     json.dumps(found.to_dict(), allow_nan=False)  # which has no word for Inf

@@ -816,7 +816,7 @@ def test_an_update_that_is_off_by_a_setting_is_said_to_be(kind: str, options: An
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ("weight", "THE RUNS BEGIN WITH OTHER NUMBERS: input out.weight in out differs by 1 of"),
+        ("weight", "THE RUNS BEGIN WITH OTHER NUMBERS: input out.weight in out: off by 1 of"),
         ("wiring", "in one, which it does not read in the other"),
         ("order", "All that it reads has the same values, but perhaps in another order"),
         ("eps", "All floats that it reads agree, as far as they were compared"),

@@ -198,7 +198,7 @@ def ensembles() -> dict[tuple[str, str], Callable[[], Any]]:
 
 
 Outcome = tuple[str, Any]
-EVERY = size(7, 2)  # one in so many ways of an op
+EVERY = size(7, 3)  # one in so many ways of an op
 
 
 def outcome(run: Callable[[], Any]) -> Outcome:

@@ -194,8 +194,8 @@ class Comparison(Shown):
         by = f"off by {off} of its root mean square; rounding explains {allowed}"
         by = by if row.array.kind != INPUT else f"off by {off} of its root mean square"
         if math.isinf(row.difference) and row.one is not None and row.other is not None:
-            (here, there), (one, other) = self.names, (row.one.bad, row.other.bad)
-            counts = f"{one:,} of its numbers in {here} and {other:,} in {there}"
+            here, there = self.names
+            counts = f"{row.one.bad:,} of its numbers in {here} and {row.other.bad:,} in {there}"
             by = f"{counts} are Inf, NaN or a mask's"
         if row.array.kind == INPUT:
             return f"THE RUNS BEGIN WITH OTHER NUMBERS: {what}: {by}"

@@ -190,13 +190,13 @@ class Comparison(Shown):
                 f"ROUNDING DOES NOT EXPLAIN: {what} {verb} in {here}, and nothing in {there} has "
                 f"its values{other}{self.reads and f'. {self.reads}'}"
             )
-        off, allowed = _number(row.difference), _number(row.allowed)
-        by = f"off by {off} of its root mean square; rounding explains {allowed}"
-        by = by if row.array.kind != INPUT else f"off by {off} of its root mean square"
+        by = f"off by {_number(row.difference)} of its root mean square"
         if math.isinf(row.difference) and row.one is not None and row.other is not None:
             here, there = self.names
             counts = f"{row.one.bad:,} of its numbers in {here} and {row.other.bad:,} in {there}"
             by = f"{counts} are Inf, NaN or a mask's"
+        elif row.array.kind != INPUT:
+            by += f"; rounding explains {_number(row.allowed)}"
         if row.array.kind == INPUT:
             return f"THE RUNS BEGIN WITH OTHER NUMBERS: {what}: {by}"
         return f"ROUNDING DOES NOT EXPLAIN {what}: {by}. {self._before(row)}"

@@ -387,10 +387,12 @@ class _Walk(Evaluation):
         row = RecordedArray(*(kind, name, *where, *of, tuple(places), ()))
         shape = len(x) if runs else 1, math.prod(x.shape[runs:])
         on_cpu, moved = self.kernels.device.platform == "cpu", None
-        if kind in (INPUT, RESULT) and row.direction != BACKWARD and x.size:
-            x = _with_masks(x, shape, on_cpu) if jnp.issubdtype(x.dtype, jnp.floating) else x
-        rows: Any = np.asarray(x).reshape(shape) if on_cpu or not x.size else None
+        forward = kind in (INPUT, RESULT) and row.direction != BACKWARD
         with jax.enable_x64(True), np.errstate(all="ignore"):  # whatever JAX's own setting is
+            if forward and is_float(x) and x.size and x.dtype.itemsize > 1:
+                if not on_cpu or np.asarray(x).reshape(shape)[0].min() <= MASKED:
+                    x = jitted(_with_masks, "shape")(x, shape=shape)
+            rows: Any = np.asarray(x).reshape(shape) if on_cpu or not x.size else None
             if rows is not None:
                 numbers: Any = self.in_numpy.add(rows[0])
             else:
@@ -451,19 +453,8 @@ def _numbers(x: Any) -> jax.Array:
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
-def _with_masks(x: Any, shape: tuple[int, int], on_cpu: bool) -> Any:
+def _with_masks(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """An array whose first row has `run_record.masks_as_inf`."""
-    if x.dtype.itemsize == 1 or (on_cpu and not np.asarray(x).reshape(shape)[0].min() <= MASKED):
-        return x
-    if not on_cpu:
-        return jitted(_masked, "shape")(x, shape=shape)
-    rows = np.array(x).reshape(shape)
-    rows[0] = run_record.masks_as_inf(rows[0], np)
-    return rows.reshape(x.shape)
-
-
-def _masked(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The same on a device, of any array."""
     rows = x.reshape(shape)
     return rows.at[0].set(run_record.masks_as_inf(rows[0], jnp)).reshape(x.shape)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -229,7 +230,7 @@ def test_a_factor_of_the_gradient_is_not_put_to_that_of_the_scale(n):
     assert after.state.scale == 2.0**-126
 
 
-# `GradScaler.step` with nnx modules whose forward pass changes them
+# `GradScaler.step` with models of libraries: nnx modules whose forward pass changes them, equinox
 
 
 X = jnp.linspace(-2.0, 2.0, 24).reshape(8, 3)
@@ -291,3 +292,35 @@ def test_an_nnx_module_and_its_optimizer(wrap, norm):
         # The scale is halved by the overflow and by both lost losses, as in torch.amp.
         assert numbers(scaler.state) == (2.0**10, 1, 0, 0, 3)
     assert optimizer.step[...] == sum(seen)
+
+
+def test_an_equinox_model_with_its_activation_and_flags_inside():
+    """`Dropout` branches on its flag: as an array it would be traced in the next step."""
+    keys = jax.random.split(jax.random.key(0))
+    mlp = eqx.nn.MLP(3, 1, 4, 1, key=keys[0])
+    model = eqx.nn.Sequential([mlp, eqx.nn.Dropout(0.25)])
+
+    def loss(model: Any, x: Any) -> Any:
+        return (jax.vmap(lambda x: model(x, key=keys[1]))(x) ** 2).mean()
+
+    def update(grads: Any, model: Any) -> Any:
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.5 * g, grads))
+
+    @eqx.filter_jit
+    def step(scaler: GradScaler, model: Any, x: Any) -> Any:
+        grads = eqx.filter_grad(lambda m: scaler.scale(loss(m, x)))(model)
+        return scaler.step(grads, update, model)
+
+    stepped, scaler, finite = step(GradScaler(), model, X)
+    assert finite
+    expected = update(eqx.filter_grad(loss)(model, X), model)
+    assert eqx.tree_equal(stepped, expected, rtol=1e-5, atol=1e-6)
+    skipped, scaler, finite = step(scaler, stepped, X * jnp.inf)
+    assert not finite
+    assert eqx.tree_equal(skipped, stepped)
+    assert scaler.state.scale == 2.0**15
+    model, scaler, finite = step(scaler, skipped, X)
+    assert finite
+    assert model[0].activation is mlp.activation
+    assert (model[1].p, model[1].inference) == (0.25, False)
+    assert type(model[1].inference) is bool

@@ -35,6 +35,40 @@ def test_a_batch_of_scalers_under_vmap():
     assert after.state.scale.tolist() == [8.0, 2.0, 2.0]
 
 
+def test_microbatches_are_added_up_scaled_and_checked_once():
+    scaler = GradScaler(2.0**10)
+
+    @jax.jit
+    def run(scaler, batches):
+        def add(total, x):
+            return total + jax.grad(lambda w: scaler.scale((w * x).sum()))(1.0), None
+
+        total, _ = jax.lax.scan(add, 0.0, batches)
+        return scaler.step(total, lambda g, w: g, jnp.float32(-1))
+
+    assert run(scaler, jnp.arange(6.0).reshape(3, 2))[0] == 15.0
+    new, after, finite = run(scaler, jnp.asarray([[1.0, 2.0], [np.inf, 1.0], [1.0, 1.0]]))
+    assert (float(new), float(after.state.scale), bool(finite)) == (-1.0, 512.0, False)
+
+
+def test_growth_in_every_turn_of_a_scan():
+    """Interval 1: a gradient is divided by the scale of its own loss, though the next has grown."""
+
+    def body(carry, x):
+        scaler, w = carry
+        grads = jax.grad(lambda w: scaler.scale((w * x).sum()))(w)
+        w, after, finite = scaler.step(grads, lambda g, w: w - g, w)
+        return (after, w), (scaler.state.scale, grads[0], finite)
+
+    xs = jnp.asarray([[1.0, 2.0]] * 5).at[2].set(jnp.inf)
+    start = GradScaler(4.0, growth_interval=1), jnp.zeros(2)
+    (_, w), (scales, grads, finite) = jax.jit(lambda c: jax.lax.scan(body, c, xs))(start)
+    assert scales.tolist() == [4, 8, 16, 8, 16]
+    assert grads.tolist() == [4, 8, np.inf, 8, 16]
+    assert finite.tolist() == [True, True, False, True, True]
+    assert w.tolist() == [-4.0, -8.0]
+
+
 SHAPE = (311, 257)
 
 

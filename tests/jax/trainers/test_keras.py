@@ -128,6 +128,28 @@ TARGETS = {
 }
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("low", ["bfloat16", "float16"])
+@pytest.mark.parametrize("policy", ["amp", "lean"])
+@pytest.mark.parametrize(
+    ("loss", "activation"),
+    [
+        ("binary_crossentropy", "sigmoid"),
+        ("categorical_crossentropy", "softmax"),
+        ("kl_divergence", "sigmoid"),
+    ],
+)
+def test_losses_of_certain_probabilities(loss: str, activation: str, policy: str, low: str) -> None:
+    """A low dtype makes them 1, whose complement has no logarithm."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((12,)), keras.layers.Dense(4, activation)])
+    model.set_weights([8 * weight for weight in model.get_weights()])
+    model.compile("sgd", loss, metrics=["mae"])
+    exact = model.evaluate(X, TARGETS[loss], verbose=0)
+    polymp.keras.use(model, policy=policy, dtype=low)
+    assert model.evaluate(X, TARGETS[loss], verbose=0) == pytest.approx(exact, rel=0.02)
+
+
 CELLS = [
     (loss, activation, low)
     for loss in TARGETS

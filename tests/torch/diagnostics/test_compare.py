@@ -241,6 +241,42 @@ def test_a_mask_that_a_fused_op_is_given_is_no_difference_and_hides_none(
         assert named in (None, "bmm", "scaled_dot_product_attention"), str(found)
 
 
+def test_scores_beside_the_least_number_of_a_mask_are_no_difference_without_probes() -> None:
+    mask = torch.ones(12, 12, dtype=torch.bool).tril()
+
+    def run(low: bool) -> RunRecord:
+        torch.manual_seed(0)
+        net, x = nn.Linear(32, 32), torch.randn(2, 12, 32)
+        with record(None, net, probes=0) as recorder:
+            with torch.autocast("cpu", torch.bfloat16, enabled=low):
+                scores = (net(x) @ net(x).mT / 99).tanh()
+                scores = scores + torch.where(mask, 0.0, torch.finfo(torch.float32).min)
+                scores.softmax(-1, torch.float32).square().sum().backward()
+        return recorder.record
+
+    found = polymp.compare(run(low=False), run(low=True))
+    assert found.explained, str(found)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("epsilon", [1e-5, 1e-3])
+def test_masks_of_the_least_number_of_each_dtype(epsilon: float) -> None:
+    def run(dtype: torch.dtype, epsilon: float) -> RunRecord:
+        torch.manual_seed(0)
+        norm, mask = nn.LayerNorm(8, epsilon).to(dtype), torch.ones(8, 8).tril().bool()
+        least = torch.tensor(torch.finfo(dtype).min, dtype=dtype)
+        recorder = record(None, norm)
+        with recorder:
+            added = torch.where(mask, torch.zeros((), dtype=dtype), least)
+            x = norm(torch.randn(8, 8).to(dtype))
+            (x @ x.T + added).softmax(-1) @ x
+        return recorder.record
+
+    found = polymp.compare(run(torch.float64, 1e-5), run(torch.float32, epsilon))
+    assert found.explained == (epsilon == 1e-5), str(found)
+    assert found.explained or (found.first and found.first.array.name == "layer_norm")
+
+
 def test_a_mask_that_one_run_makes_is_not_the_first_that_differs() -> None:
     def run(fused: bool, eps: float = 1e-5) -> RunRecord:
         torch.manual_seed(0)

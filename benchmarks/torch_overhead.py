@@ -89,7 +89,7 @@ pass_on = dispatcher.passing_on(op, key)
 def kernel(keys, *args, **kwargs):
     return pass_on(keys, args, kwargs)
 library = torch.library.Library("aten", "IMPL")
-dispatcher.put(library, {"add_.Tensor": kernel}, key)
+dispatcher.put(library, {{"add_.Tensor": kernel}}, key)
 """
 
 # Of polymp.torch beyond torch. The garbage collector goes once through all that torch has made, in
@@ -195,7 +195,7 @@ def rows(device: str, rounds: int, small: bool = False) -> list[Row]:
     writes = [WRITES.format(package=package, device=device) for package in names]
 
     def convnet(channels: int, side: int, what: str) -> Row:
-        times = 10 if small else 300 * 8 // channels
+        times = (16 if small else 300) * 8 // channels
         sides = [
             CONVNET.format(package=package, device=device, times=times, channels=channels,
                            side=side, relu=what == "relu_", add=what == "+=")

@@ -54,7 +54,7 @@ _IN_ORDER = 0.5  # of the standard deviation: numbers that are off by less have 
 _FAR = 20.0  # times what a mean is allowed to be off, and the root of the number of elements
 _ROUGH = 1e-3  # a root mean square that is known to this tells arrays apart
 _SAME = 0.85  # of the calls of the shorter program; with fewer aligned, values match the calls
-_POOLED = 64  # elements from which on projections are sums of many
+_POOLED = 64  # elements from which on the mean of their squares is certain
 _FEW = 16  # elements, of which two are too many
 _MOST = 1e150  # with a square in the range of float64
 _BY_CHANCE = 0.1  # arrays that agree with another: from there on, it says nothing
@@ -310,8 +310,8 @@ class Pairs:
         size = np.maximum(a.rms[i], b.rms[j])
         floor = np.zeros(VALUES)
         floor[RMS : PROJECTIONS.stop] = _ERROR
-        # A spread is the root of a mean of so many squares: one of each probe; of the projections
-        # of an array, which are pooled, eight.
+        # A spread is the root of a mean of so many squares: one of each probe; of projections, for
+        # which all elements are squared, as many as there are of these.
         many = (a.sizes[i] >= _POOLED) & (b.sizes[j] >= _POOLED)
         pooled = np.where(many, PROJECTIONS.stop - PROJECTIONS.start, 1)
         counts = np.multiply.outer(pooled, np.ones(VALUES))

@@ -10,8 +10,8 @@ square is, in the mean over signs, the array's mean square. So any difference be
 shows in a projection as large as its root mean square: `compare` needs no arrays.
 
 `spread` has, for the same numbers, how far rounding moves them: the root mean square change over
-the probes, runs whose every result was moved by its rounding (`rounding`). Nothing here knows a
-framework.
+the probes, runs whose every result was moved by its rounding (`rounding`); of projections, that of
+the elements. Nothing here knows a framework.
 """
 
 import base64
@@ -33,7 +33,7 @@ from polymp.errors import RecordError, brief
 from polymp.rules import scopes
 from polymp.versions import __version__
 
-FORMAT = 4  # of the file; a reader refuses files of another
+FORMAT = 5  # of the file; a reader refuses files of another
 
 # The numbers of an array, by place; each is of its finite elements, the others count as 0.
 AMAX, RMS, MEAN, MEAN_MAGNITUDE = range(4)
@@ -300,37 +300,34 @@ def sums_of(x: Any, looks: Looks, xp: Any) -> Any:
     return xp.concatenate([numbers, x[looks.places], counts])
 
 
-def changes(x: Any, by: Any, looks: Looks, xp: Any) -> Any:
-    """How far a row is moved in others, relative to its largest magnitude: [rows, VALUES]."""
+def changes(x: Any, by: Any, places: Any, xp: Any) -> Any:
+    """How far a row is moved in others, relative to its largest magnitude: sums, a row of each."""
     # `by` has the differences of the numbers, for differences of sums lose digits. Both are finite;
     # what is not is not moved. Where the framework can, `by` is written into: to get other memory
     # takes longer than the sums.
-    count = x.shape[-1]
-    top = xp.amax(xp.abs(x))
+    largest = xp.argmax(xp.abs(x))
+    top = xp.abs(x[largest])
     scale = xp.where(top > 0, top, 1)
-    by += x
-    largest = xp.maximum(xp.amax(by, -1), -xp.amin(by, -1))
-    by -= x
-    one = x / scale
+    x = x / scale
     by /= scale
-    rms = xp.sqrt(xp.mean(one * one))
-    longer = xp.linalg.vector_norm(by, axis=-1) ** 2 / count + (by @ one) * (2 / count)
-    sizes = rms + xp.sqrt(xp.clip(rms * rms + longer, 0, None))
-    total = _projected(by, looks)
-    ends = [
-        (largest - top) / scale,
-        longer / xp.where(sizes > 0, sizes, 1),
-        total[..., 0] / count,
-        (by @ xp.sign(one)) / count,
-    ]
-    rest = total[..., 1:] / math.sqrt(count), by[..., looks.places]
-    return xp.concatenate([xp.stack(ends, -1), *rest], -1)
+    norm = xp.linalg.vector_norm(by, axis=-1)
+    ends = [by[..., largest], norm, xp.sum(by, -1), by @ xp.sign(x), by @ x]
+    return xp.concatenate([xp.stack(ends, -1), by[..., places]], -1)
 
 
-def spread(changed: Any, values: Sequence[float]) -> tuple[float, ...]:
-    """The root mean square over rows of `changes`, of an array with these values."""
+def spread(sums: Any, values: Sequence[float], size: int) -> tuple[float, ...]:
+    """The root mean square movement of the `values` of an array, over the rows of its `changes`."""
+    changed, top = np.empty((len(sums), VALUES)), values[AMAX] or 1.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        largest, norm, total, magnitude, along = sums[:, :5].T.astype(np.float64)
+        changed[:, AMAX], changed[:, ELEMENTS] = largest, sums[:, 5:]
+        changed[:, MEAN], changed[:, MEAN_MAGNITUDE] = total / size, magnitude / size
+        changed[:, PROJECTIONS] = norm[:, None] / math.sqrt(size)  # in the mean over signs
+        rms, longer = values[RMS] / top, (norm**2 + 2 * along) / size
+        sizes = rms + np.sqrt(np.clip(rms**2 + longer, 0, None))
+        changed[:, RMS] = longer / np.where(sizes > 0, sizes, 1)
+        found = np.sqrt((changed**2).mean(0)) * top
     # It is not known if numbers of the runs are so far apart that float32 has no squares of them.
-    found = np.sqrt(np.square(changed, dtype=np.float64).mean(0)) * (values[AMAX] or 1.0)
     return tuple(found.tolist()) if np.isfinite(found).all() else (math.inf,) * VALUES
 
 

@@ -36,11 +36,10 @@ def spreads(arrays: Sequence[RecordedArray], probes: int) -> Any:
     """How far rounding moves the numbers of each array, as far as it is known: [arrays, VALUES]."""
     known = [a.spread if a.spread and math.inf not in a.spread else (0.0,) * VALUES for a in arrays]
     spread = np.array(known).reshape(-1, VALUES) if probes else _estimated(arrays)
-    # Of one element: in the mean over signs, the square of a projection is the mean square. A
-    # number's own rounding to a low dtype may move it in no probe.
+    # Of one element as of a projection: in the mean over signs, the square of that is the mean
+    # square. A number's own rounding to a low dtype may move it in no probe.
     own = np.array([a.own * a.values[RMS] for a in arrays])[:, None] / math.sqrt(3)
-    element = np.sqrt((spread[:, PROJECTIONS] ** 2).mean(1, keepdims=True))
-    element = np.maximum(element, own)
+    element = np.maximum(spread[:, PROJECTIONS].max(1, keepdims=True), own)
     mean = own / np.sqrt([a.size or 1 for a in arrays])[:, None]
     spread[:, ORDERLESS] = np.maximum(spread[:, ORDERLESS], mean)
     spread[:, PROJECTIONS] = element

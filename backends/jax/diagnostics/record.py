@@ -280,8 +280,9 @@ class _Walk(Evaluation):
             own = max(own, off * times) if size else 0.0
             spread: tuple[float, ...] = ()
             if self.seeds is not None:
-                changes = np.zeros((1, VALUES)) if changes is None else changes
-                spread = run_record.spread(changes, values)
+                spread = (0.0,) * VALUES
+                if changes is not None:
+                    spread = run_record.spread(changes, values, row.size)
             arrays.append(
                 row._replace(
                     zeros=int(zeros),
@@ -400,8 +401,8 @@ class _Walk(Evaluation):
             if runs and x.size and (rows is None or x.size > _IN_NUMPY):
                 moved = jitted(_changes, "shape")(x, shape=shape)
             elif runs and x.size:
-                looks, rows = run_record.looks_of(shape[1]), wide(rows)
-                moved = _changed(rows[0], rows[1:], looks, np)
+                rows = wide(rows)
+                moved = _changed(rows[0], rows[1:], np)
         self.summaries.append(_Summary(row, numbers, moved, own))
         return frozenset([len(self.summaries) - 1])
 
@@ -469,20 +470,21 @@ def _sums(x: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 def _changes(x: jax.Array, shape: tuple[int, int]) -> Any:
     """How far the values of the other rows are from those of the first."""
-    rows, looks = x.reshape(shape), run_record.looks_of(shape[1])
+    rows = x.reshape(shape)
 
     def change(at: jax.Array) -> Any:
-        return _changed(wide(rows[0]), wide(rows[at])[None], looks, jnp)[0]
+        return _changed(wide(rows[0]), wide(rows[at])[None], jnp)[0]
 
     with jax.default_matmul_precision("highest"):
         # One after the other: less memory is touched.
         return lax.map(change, jnp.arange(1, len(rows)))
 
 
-def _changed(x: Any, rows: Any, looks: run_record.Looks, xp: Any) -> Any:
+def _changed(x: Any, rows: Any, xp: Any) -> Any:
     """`run_record.changes` of a row in others, in numpy or in JAX."""
     x, by = (xp.nan_to_num(each, nan=0.0, posinf=0.0, neginf=0.0) for each in (x, rows - x))
-    return run_record.changes(x, by, looks, xp).astype(np.float32)
+    places = run_record.places(x.shape[-1])
+    return run_record.changes(x, by, places, xp).astype(np.float32)
 
 
 # Which results are arguments, changed, or gradients of them.

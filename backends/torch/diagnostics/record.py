@@ -493,7 +493,7 @@ class _Step(Subscriber):
             array.summary = self._summaries.add(own.numpy() if compiling else np.from_dlpack(own))
         else:
             array.summary = sums(t)
-        array.changes = None if moved is None else changes(t, moved, self._room)
+        array.changes = changes(t, moved, self._room) if moved is not None and t.numel() else None
 
     def _room(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory that is kept for the step: to get other memory takes longer than sums."""
@@ -684,7 +684,7 @@ class _Step(Subscriber):
         if array.unknown:
             by = (math.inf,) * VALUES
         elif moved is not None:
-            by = run_record.spread(moved.reshape(-1, VALUES), numbers)
+            by = run_record.spread(moved.reshape(self._probes.count, -1), numbers, size)
         elif self._probes.count and not self._left_out:  # else it may be moved by what is left out
             by = (0.0,) * len(numbers)
         ran: tuple[str, tuple[str, ...], str] = "", (), ""
@@ -765,18 +765,22 @@ def changes(
     """Return `run_record.changes` of a float tensor; probes are [count, *t.shape]."""
     dtype = wide(t)
     x, moved = t.detach().reshape(-1).to(dtype), probes.reshape(len(probes), -1).to(dtype)
-    if not len(x):
-        return torch.zeros(len(probes), VALUES, dtype=dtype, device=t.device)
     by = torch.sub(moved, x, out=room(moved)).nan_to_num_(0.0, 0.0, 0.0)
-    found: torch.Tensor = run_record.changes(x.nan_to_num(0.0, 0.0, 0.0), by, _looks(x), torch)
+    x = x.nan_to_num(0.0, 0.0, 0.0)
+    found: torch.Tensor = run_record.changes(x, by, _places(x), torch)
     return found
 
 
 def _looks(x: torch.Tensor) -> Looks:
     """Return `run_record.looks_of` a row, on its device."""
     outer, inner = _signs(x.device, x.dtype, 1 << (len(x) // BLOCK).bit_length())
+    return Looks(outer, inner, _places(x))
+
+
+def _places(x: torch.Tensor) -> torch.Tensor:
+    """Return `run_record.places` of a row, on its device."""
     count = ELEMENTS.stop - ELEMENTS.start
-    return Looks(outer, inner, torch.arange(count, device=x.device) * (len(x) - 1) // (count - 1))
+    return torch.arange(count, device=x.device) * (len(x) - 1) // (count - 1)
 
 
 @cache

@@ -64,8 +64,8 @@ def test_how_far_rounding_moves_what_float64_alone_holds(tmp_path: Path, size: f
 def test_a_change_that_float32_has_no_square_of_is_not_known(moved: list[float]) -> None:
     x, rows = np.float32([-1e-8, 1.0]), np.float32([moved, moved])
     with np.errstate(over="ignore", invalid="ignore"):
-        changes = run_record.changes(x, rows - x, run_record.looks_of(2), np)
-    assert run_record.spread(changes, [1.0] * VALUES) == (math.inf,) * VALUES
+        changes = run_record.changes(x, rows - x, run_record.places(2), np)
+    assert run_record.spread(changes, [1.0] * VALUES, 2) == (math.inf,) * VALUES
 
 
 def test_without_probes_there_is_no_spread(tmp_path: Path) -> None:

@@ -482,7 +482,7 @@ def _changes(x: jax.Array, shape: tuple[int, int]) -> Any:
 
 def _changed(x: Any, rows: Any, xp: Any) -> Any:
     """`run_record.changes` of a row in others, in numpy or in JAX."""
-    x, by = (xp.nan_to_num(each, nan=0.0, posinf=0.0, neginf=0.0) for each in (x, rows - x))
+    x, by = (xp.where(xp.isfinite(each), each, 0) for each in (x, rows - x))
     places = run_record.places(x.shape[-1])
     return run_record.changes(x, by, places, xp).astype(np.float32)
 

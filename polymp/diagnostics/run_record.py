@@ -10,8 +10,8 @@ square is, in the mean over signs, the array's mean square. So any difference be
 shows in a projection as large as its root mean square: `compare` needs no arrays.
 
 `spread` has, for the same numbers, how far rounding moves them: the root mean square change over
-the probes, runs whose every result was moved by its rounding (`rounding`); of projections, that of
-the elements. Nothing here knows a framework.
+the probes, runs whose every result was moved by its rounding (`rounding`); of the magnitude, that
+of the largest element, and of projections, that of all. Nothing here knows a framework.
 """
 
 import base64

@@ -275,14 +275,13 @@ def looks_of(count: int) -> Looks:
 
 
 def _projected(x: Any, looks: Looks) -> Any:
-    """The sum of each row, and its projections, not divided yet: [..., 9]."""
-    count, whole = x.shape[-1], x.shape[-1] // BLOCK
-    outer, inner = looks.outer.T, looks.inner.T
-    end = x[..., whole * BLOCK :]
-    found = (end @ inner[: count - whole * BLOCK]) * outer[whole]
+    """The sum of a row, and its projections, not divided yet: [9]."""
+    whole, outer, inner = len(x) // BLOCK, looks.outer.T, looks.inner.T
+    end = x[whole * BLOCK :]
+    found = (end @ inner[: len(end)]) * outer[whole]
     if whole:
-        blocks = x[..., : whole * BLOCK].reshape(*x.shape[:-1], whole, BLOCK)
-        found = found + ((blocks @ inner) * outer[:whole]).sum(-2)
+        blocks = x[: whole * BLOCK].reshape(whole, BLOCK)
+        found = found + ((blocks @ inner) * outer[:whole]).sum(0)
     return found
 
 

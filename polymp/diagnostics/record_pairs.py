@@ -263,9 +263,11 @@ class Pairs:
                 self.twins[i] = j
         # Those whose values tell nothing.
         self.weak = {i: j for i, j in self.twins.items() if not self._tells(i, j)}
-        # Where a call was aligned wrongly, its twin is its partner, and the other one is left.
-        taken = {*self.twins.values()}
-        self.partner = {i: j for i, j in self.partner.items() if j not in taken} | self.twins
+        # Where a call was aligned wrongly, its twin is its partner, and the other one is left; as
+        # are two that read nothing of one another's.
+        taken, apart = {*self.twins.values()}, self._reading_nothing_shared()
+        pairs = self.partner.items()
+        self.partner = {i: j for i, j in pairs if j not in taken and i not in apart} | self.twins
         self.partners = {*self.partner.values()}
         # Of the other run: the arrays whose values the first one has.
         rest = (j for j in range(len(other.arrays)) if j not in self.partners)
@@ -280,6 +282,16 @@ class Pairs:
             if i not in self.partner and k is not None and k not in self.partners:
                 self.partner[i] = k
                 self.partners.add(k)
+
+    def _reading_nothing_shared(self) -> set[int]:
+        """Calls aligned with one that reads the partner of nothing that they read."""
+        apart: set[int] = set()
+        for i, j in self.partner.items():
+            ours, theirs = self.one.arrays[i], self.other.arrays[j]
+            if ours.kind == RESULT and ours.reads and theirs.reads:
+                if not {*map(self.partner.get, ours.reads)}.intersection(theirs.reads):
+                    apart.add(i)
+        return apart
 
     def _ends(self) -> dict[int, int]:
         """Compiled code that reads results of the other run, with the end of its module there.

@@ -614,6 +614,30 @@ def test_a_scale_that_is_taken_out_around_a_module_is_no_difference_and_hides_no
     assert not polymp.compare(run(1, 1), run(3, 4)).explained
 
 
+@pytest.mark.parametrize("taken_out", [1.0, 1.1])
+def test_a_scale_of_scores_that_is_taken_out_to_both_factors_is_no_difference(
+    taken_out: float,
+) -> None:
+    """The key's backward products have one place in both programs, and other values."""
+
+    def run(scaled: bool, share: float = 1.0) -> RunRecord:
+        torch.manual_seed(0)
+        first, last = (nn.Sequential(*[nn.Linear(8, 8), nn.Tanh()] * 6) for _ in range(2))
+        net = nn.ModuleList([first, last, nn.Linear(8, 16)])
+        x, y = torch.randn(2, 2, 12, 8)
+        with record(None, net) as recorder:
+            key, value = net[2](first(x)).chunk(2, -1)
+            query, key = torch.stack([value + x, value - x], 1), key[:, None].mT
+            scores = (query * 0.5 * share) @ (key * 0.5) if scaled else (query @ key) * 0.25
+            (last(scores.softmax(-1) @ value[:, None]).sum(1) - y).square().mean().backward()
+        return recorder.record
+
+    one, other = run(scaled=False), run(scaled=True, share=taken_out)
+    for pair in ((one, other), (other, one)):
+        found = polymp.compare(*pair)
+        assert found.explained == (taken_out == 1), str(found)
+
+
 GATES = {
     "bools": (lambda h: h > 0, lambda h: h.sigmoid() > 0.5),
     "integers": (

@@ -68,8 +68,8 @@ def both(name: str, low: str) -> Parity:
 
 
 def asked(low: str) -> tuple[str, ...]:
-    """In `make test` a quarter of the ops in one of the dtypes, else all in both."""
-    return OPS if LONG else OPS[LOW.index(low) :: 8]
+    """In `make test` a quarter of the ops, else all; each in one of the dtypes."""
+    return OPS[LOW.index(low) :: 2 if LONG else 8]
 
 
 @pytest.mark.sized
@@ -81,7 +81,7 @@ def test_ops_agree_and_a_tolerance_is_a_few_roundings_of_the_dtype(low: str) -> 
     margins = [gap.margin for gap in gaps if gap.error]
     tolerances = [gap.tolerance for gap in gaps if gap.what.startswith("result")]
     roundings = statistics.median(tolerances) / unit_roundoff(low)
-    assert len(found) == len(set(asked(low))) >= size(4, 30)
+    assert len(found) == len(set(asked(low))) >= size(4, 15)
     assert all(parity.gaps[0].tolerance > 0 for parity in found.values())
     assert min(margins) > 1
     assert roundings < 20
@@ -181,7 +181,7 @@ def test_no_seed_is_a_false_alarm_and_the_tolerance_is_30_errors(name: str) -> N
 
     pair = (torch_block(), jax_block()) if name == "block" else functions(name, False)
     repeated = Repeated(*pair, given(1), probes=8)
-    seeds = range(100 if name == "block" else 33)  # the ops have a thousand together
+    seeds = range(33)  # the ops have a thousand together
     rows = [repeated.gaps(given(1 + seed)) for seed in seeds]
     assert [str(gap) for row in rows for gap in row if gap.part] == []
     for at, column in enumerate(zip(*rows, strict=True)):
@@ -197,7 +197,7 @@ def test_the_tolerance_of_a_block_is_30_errors_in_a_low_dtype(low: str) -> None:
     from tests.support.parity_seeds import Repeated
 
     repeated = Repeated(torch_block(), jax_block(), block_inputs(1), low, probes=4)
-    rows = [repeated.gaps(block_inputs(seed)) for seed in range(1, 41)]
+    rows = [repeated.gaps(block_inputs(seed)) for seed in range(1, 21)]
     assert [str(gap) for row in rows for gap in row if gap.part] == []
     seen = [(column, max(gap.error for gap in column)) for column in zip(*rows, strict=True)]
     times = [statistics.median(g.tolerance for g in c) / most for c, most in seen if most]

@@ -76,13 +76,9 @@ QUICK: tuple[Cell, ...] = (
     *(Cell("nnx", "torch", fault) for fault in ("transposed", "eps", "mask", "dtype")),
 )
 
-# For `make test-long`: every fault within torch, within JAX and between the two.
-SOME = [
-    cell
-    for cell in CELLS
-    if cell[:2] in (("torch", "torch"), ("linen", "torch"))
-    or (cell[:2] == ("nnx", "nnx") and not cell.low)
-]
+# For `make test-long`: every fault within torch and between the frameworks, every third within JAX.
+SOME = [cell for cell in CELLS if cell[:2] in (("torch", "torch"), ("linen", "torch"))]
+SOME += [cell for cell in CELLS if cell[:2] == ("nnx", "nnx") and not cell.low][::3]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -377,7 +373,7 @@ def test_another_order_of_the_batch_is_another_input_and_changes_no_gradient() -
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
 def test_a_compiled_model_raises_no_alarm() -> None:
-    config = CONFIG._replace(layers=2, layer=1)
+    config = CONFIG._replace(layers=1, layer=0)
     comparison = polymp.compare(
         recorded("torch", 0, config=config), recorded("torch", 0, config=config, compiled=True)
     )

@@ -195,9 +195,9 @@ def main(what: str, count: int) -> None:
         print(json.dumps(functions[what](count)))
 
 
-POLICIES = size(50, 200)
-COMPILED = size(4, 12)  # each costs as much as 20 eager programs
-PAIRS = size(2, 6)  # under A, B, A and under B, A, B
+POLICIES = size(50, 100)
+COMPILED = size(4, 8)  # each costs as much as 20 eager programs
+PAIRS = size(2, 4)  # under A, B, A and under B, A, B
 
 pytestmark = pytest.mark.sized
 

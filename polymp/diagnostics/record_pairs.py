@@ -285,11 +285,11 @@ class Pairs:
 
     def _reading_nothing_shared(self) -> set[int]:
         """Calls aligned with one that reads the partner of nothing that they read."""
-        apart: set[int] = set()
+        apart, known = set[int](), self.partner | self.twins
         for i, j in self.partner.items():
             ours, theirs = self.one.arrays[i], self.other.arrays[j]
             if ours.kind == RESULT and ours.reads and theirs.reads:
-                if not {*map(self.partner.get, ours.reads)}.intersection(theirs.reads):
+                if not {*map(known.get, ours.reads)}.intersection(theirs.reads):
                     apart.add(i)
         return apart
 

@@ -638,6 +638,24 @@ def test_a_scale_of_scores_that_is_taken_out_to_both_factors_is_no_difference(
         assert found.explained == (taken_out == 1), str(found)
 
 
+def test_the_first_call_stands_beside_that_of_a_model_with_other_names() -> None:
+    """Both read the model's input, and are one call though a weight is off."""
+
+    def run(name: str) -> RunRecord:
+        torch.manual_seed(0)
+        net = nn.Sequential()
+        for at in range(12):
+            net.add_module(f"{name}{at}", nn.Linear(8, 8))
+        x = torch.randn(4, 8)
+        with record(None, net) as recorder, torch.no_grad():
+            weight = net[0].weight.div(2) if name == "up" else net[0].weight.mul(2)
+            torch.func.functional_call(net, {f"{name}0.weight": weight}, x)
+        return recorder.record
+
+    found = polymp.compare(run("up"), run("down"))
+    assert [row.parts for row in found.rows if row.array.name == "addmm"] == [""] * 12
+
+
 GATES = {
     "bools": (lambda h: h > 0, lambda h: h.sigmoid() > 0.5),
     "integers": (

@@ -264,7 +264,7 @@ class Pairs:
         # Those whose values tell nothing.
         self.weak = {i: j for i, j in self.twins.items() if not self._tells(i, j)}
         # Where a call was aligned wrongly, its twin is its partner, and the other one is left; as
-        # are two that read nothing of one another's.
+        # are two that read different arrays.
         taken, apart = {*self.twins.values()}, self._reading_nothing_shared()
         pairs = self.partner.items()
         self.partner = {i: j for i, j in pairs if j not in taken and i not in apart} | self.twins
@@ -284,12 +284,14 @@ class Pairs:
                 self.partners.add(k)
 
     def _reading_nothing_shared(self) -> set[int]:
-        """Calls aligned with one that reads the partner of nothing that they read."""
+        """Calls aligned with one that reads other arrays of those that both runs have."""
         apart, known = set[int](), self.partner | self.twins
+        both_have = {*known.values()}
         for i, j in self.partner.items():
-            ours, theirs = self.one.arrays[i], self.other.arrays[j]
-            if ours.kind == RESULT and ours.reads and theirs.reads:
-                if not {*map(known.get, ours.reads)}.intersection(theirs.reads):
+            if self.one.arrays[i].kind == RESULT:
+                ours = {known[r] for r in self.one.arrays[i].reads if r in known}
+                theirs = both_have.intersection(self.other.arrays[j].reads)
+                if ours and theirs and ours.isdisjoint(theirs):
                     apart.add(i)
         return apart
 

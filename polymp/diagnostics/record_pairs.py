@@ -265,7 +265,7 @@ class Pairs:
         self.weak = {i: j for i, j in self.twins.items() if not self._tells(i, j)}
         # Where a call was aligned wrongly, its twin is its partner, and the other one is left; as
         # are two that read different arrays.
-        taken, apart = {*self.twins.values()}, self._reading_nothing_shared()
+        taken, apart = {*self.twins.values()}, self._reading_other_arrays()
         pairs = self.partner.items()
         self.partner = {i: j for i, j in pairs if j not in taken and i not in apart} | self.twins
         self.partners = {*self.partner.values()}
@@ -283,7 +283,7 @@ class Pairs:
                 self.partner[i] = k
                 self.partners.add(k)
 
-    def _reading_nothing_shared(self) -> set[int]:
+    def _reading_other_arrays(self) -> set[int]:
         """Calls aligned with one that reads other arrays of those that both runs have."""
         apart, known = set[int](), self.partner | self.twins
         both_have = {*known.values()}

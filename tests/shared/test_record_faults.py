@@ -373,7 +373,7 @@ def test_another_order_of_the_batch_is_another_input_and_changes_no_gradient() -
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo looks at it
 def test_a_compiled_model_raises_no_alarm() -> None:
-    config = CONFIG._replace(layers=1, layer=0)
+    config = CONFIG._replace(layers=2, layer=1)
     comparison = polymp.compare(
         recorded("torch", 0, config=config), recorded("torch", 0, config=config, compiled=True)
     )

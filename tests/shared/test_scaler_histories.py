@@ -24,7 +24,7 @@ from tests.support.sizes import LONG
 
 # Hypothesis draws the bytes of many histories at a time: one by one, drawing would take most of
 # the time.
-COUNT, EXAMPLES, ROWS = (1_000, 15, 80) if LONG else (200, 12, 25)
+COUNT, EXAMPLES, ROWS = (4_000, 20, 250) if LONG else (200, 12, 25)
 WIDTH = 12
 
 # An event, by what is drawn for it; a zero is a good step, so that histories shrink to those.

@@ -615,7 +615,7 @@ def test_a_scale_that_is_taken_out_around_a_module_is_no_difference_and_hides_no
 
 
 @pytest.mark.parametrize("taken_out", [1.0, 1.1])
-def test_a_scale_of_scores_that_is_taken_out_to_both_factors_is_no_difference(
+def test_a_scale_of_scores_that_both_factors_take_is_no_difference_and_hides_none(
     taken_out: float,
 ) -> None:
     """The key's backward products have one place in both programs, and other values."""
